@@ -1,0 +1,63 @@
+"""The attention backend's contract: it owns how K and V are laid out and how queries read them.
+
+One instance per worker, stateful across steps (workspaces, plans, graph-mode buffers). Sequence of calls:
+`allocate_kv_caches` once; then for each step `prepare(metadata)` once and `forward(...)` once a layer.
+Within one `forward`, K and V of all query tokens are written before any query reads, so a row may read blocks that
+another row of the same step writes (prefix sharing inside a batch relies on this).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from xllm_models.forward_input import AttentionMetadata
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionSpec:
+    """One rank's attention shape."""
+
+    num_layers: int
+    num_heads: int  # H, this rank's
+    num_kv_heads: int  # K, this rank's
+    head_dim: int  # E
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(slots=True, frozen=True)
+class LayerAttention:
+    """What differs between layers."""
+
+    layer: int
+    scale: float
+    sliding_window: int = 0  # 0: none; w: a query at position p sees positions p-w+1..p
+
+
+class AttentionBackend(ABC):
+    spec: AttentionSpec
+
+    @classmethod
+    @abstractmethod
+    def kv_bytes_per_block(cls, spec: AttentionSpec) -> int:
+        """Bytes one block takes over all layers, K and V."""
+
+    @abstractmethod
+    def allocate_kv_caches(self, num_blocks: int) -> None:
+        """Allocate and bind; block 0 is the dummy that padded rows write to. Memory is zeroed."""
+
+    @abstractmethod
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Once a step, before the first layer."""
+
+    @abstractmethod
+    def forward(self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [T, H, E], key and value [T, K, E] -> [T, H*E]. Writes K and V, then attends (causal)."""
+
+    @abstractmethod
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """pairs [N, 2] int64 (source, destination): copy whole blocks in every layer, in order."""

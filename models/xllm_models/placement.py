@@ -1,0 +1,22 @@
+"""Where a checkpoint tensor goes: the contract between architectures (which know) and the loader (which reads bytes).
+
+An architecture's `placements()` returns {checkpoint name: Placement}. The loader checks the file's shape against
+`shape`, reads only this rank's part along `shard_dim`, and copies it into `param[dest]` in the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, frozen=True)
+class Placement:
+    param: torch.nn.Parameter  # local to this rank; already of its final dtype and device
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dest: tuple[slice, ...] = ()  # region of `param` it fills; () is all of it
+    shard_dim: int | None = None  # dimension split over ranks; None: every rank reads the whole
+    shard_index: int = 0  # which of `shard_count` equal parts is ours (KV heads: several ranks may share one)
+    shard_count: int = 1
+    optional: bool = False  # may be absent from the checkpoint

@@ -1,0 +1,157 @@
+"""What the HTTP process and the engine process say to each other: msgspec structs, arrays as raw bytes.
+
+Client to engine: `AddRequest`, `AbortRequest`, `Shutdown`. Engine to client: `EngineReady` once, then one
+`StepOutputs` for each engine step that has news for a client, `EngineFailed` before it dies if it can.
+A sequence is addressed by its key: request_id * SEQUENCES_PER_REQUEST + index.
+"""
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from xllm_npu.state.sampling_params import SamplingParams
+
+SEQUENCES_PER_REQUEST = 256
+
+# Finish reasons on the wire; FINISH_NAMES gives OpenAI's words.
+FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = 1, 2, 3, 4
+FINISH_NAMES = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort", FINISH_ERROR: "error"}
+
+
+class AddRequest(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """One request, validated. Sequences 0..params.num_sequences-1 are generated for it."""
+
+    request_id: int  # unique in this server's life, below 2**54; made by the client
+    external_id: str  # "chatcmpl-..." for logs
+    prompt: bytes  # int32 token ids
+    params: SamplingParams
+    arrival_time: float  # time.time()
+    priority: int = 0  # smaller runs earlier
+    offline: bool = False
+    ttft_slo_ms: int = 0  # 0: none
+    tpot_slo_ms: int = 0
+    ttlt_slo_ms: int = 0
+    cache_salt: str = ""
+
+    @property
+    def prompt_token_ids(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.prompt, np.int32)
+
+
+class AbortRequest(msgspec.Struct, tag=True, array_like=True):
+    """Stop sequences: a stop string was found (reason FINISH_STOP), or the client left (FINISH_ABORT).
+
+    The engine answers nothing for them: the sender has already closed its side.
+    """
+
+    keys: list[int]
+    reason: int
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """End after the step in flight; the client has drained or aborted its requests."""
+
+
+class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """The engine can take requests. Figures are for the start-up screen and for validation."""
+
+    model_name: str
+    architecture: str
+    platform: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_kv_blocks: int
+    block_size: int
+    max_seqs: int
+    max_tokens_per_batch: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    graph_sizes: list[int]
+    load_seconds: float
+    chunked_prefill: bool = True
+
+
+class EngineProgress(msgspec.Struct, tag=True, array_like=True):
+    """Start-up progress: a stage's name, done and total in the stage's own unit."""
+
+    stage: str
+    done: int
+    total: int
+    unit: str = ""
+
+
+class EngineFailed(msgspec.Struct, tag=True, array_like=True):
+    """The engine is about to exit. One sentence for people, and the traceback for the log."""
+
+    message: str
+    traceback: str = ""
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Log probabilities at one position: the chosen token first, then the top k, then those asked for by id."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]  # 1 is the most likely token
+
+
+class Finished(msgspec.Struct, array_like=True):
+    key: int
+    reason: int  # FINISH_*
+    stop_token_id: int = -1  # the stop or EOS token that ended it, else -1
+    message: str = ""  # for FINISH_ERROR
+
+
+class PromptInfo(msgspec.Struct, array_like=True):
+    """Sent once for each request, with or before its first token."""
+
+    request_id: int
+    num_cached_tokens: int
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prompt_logprobs: list[Logprobs | None] | None = None  # [num_prompt_tokens]; the first is None
+
+
+class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
+    """Counters since start (num_*_total) and gauges of this moment."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0 to 1, blocks referenced by sequences
+    preemptions_total: int = 0
+    prefix_queries_total: int = 0  # prompt tokens looked up
+    prefix_hits_total: int = 0  # prompt tokens found
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    last_step_tokens: int = 0
+    last_step_seconds: float = 0.0
+    graph_misses_total: int = 0  # decode batches above the largest captured size
+
+
+class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """Everything clients must hear about one engine step."""
+
+    keys: bytes = b""  # int64 [n]: sequences with a new token
+    tokens: bytes = b""  # int32 [n]
+    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # sequence key -> its new token's
+    finished: list[Finished] = msgspec.field(default_factory=list)  # after their tokens in `keys`
+    prompts: list[PromptInfo] = msgspec.field(default_factory=list)
+    stats: EngineStats | None = None
+
+    def key_array(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.keys, np.int64)
+
+    def token_array(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.tokens, np.int32)
+
+
+ClientMessage = AddRequest | AbortRequest | Shutdown
+EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed
+
+
+def sequence_key(request_id: int, index: int) -> int:
+    return request_id * SEQUENCES_PER_REQUEST + index

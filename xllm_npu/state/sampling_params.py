@@ -1,0 +1,143 @@
+"""How one request wants its tokens chosen and when it wants them to stop.
+
+The same object is what `LLM.generate` takes and what travels to the engine process (msgspec encodes
+dataclasses). `check()` is the single place where ranges are enforced; it raises `InvalidParameter`, which
+names the field as the OpenAI API spells it. Knows no tokenizer: everything here is token ids, but for the
+fields marked (text), which the text side consumes before the request reaches the engine.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+MAX_SEQUENCES = 128  # n and best_of
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 65536
+MAX_LOGPROB_TOKEN_IDS = 128
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class InvalidParameter(ValueError):
+    """A request field has a value we cannot honour. `param` is the field's name in the API."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+        self.message = message
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping settings of one request; field names follow the OpenAI API and its extensions."""
+
+    n: int = 1
+    best_of: int | None = None  # sequences generated; the n best by mean logprob are returned
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None  # None: up to the model's context
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()  # (text)
+    include_stop_str_in_output: bool = False  # (text)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; 0: the chosen token only; k: and the k most likely
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()  # (text)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # what bad_words became
+    skip_special_tokens: bool = True  # (text)
+    spaces_between_special_tokens: bool = True  # (text)
+    detokenize: bool = True  # (text)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences the engine generates for this request."""
+        return self.best_of or self.n
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise `InvalidParameter` for the first field out of range; `vocab_size` bounds token ids."""
+        _check_counts(self)
+        _check_scalars(self)
+        _check_tokens(self, vocab_size)
+
+
+def _require(ok: bool, param: str, message: str) -> None:
+    if not ok:
+        raise InvalidParameter(param, message)
+
+
+def _in(value: float, low: float, high: float, param: str) -> None:
+    _require(math.isfinite(value) and low <= value <= high, param, f"{param} must be in [{low:g}, {high:g}], got {value:g}.")
+
+
+def _check_counts(p: SamplingParams) -> None:
+    _in(p.n, 1, MAX_SEQUENCES, "n")
+    if p.best_of is not None:
+        _in(p.best_of, 1, MAX_SEQUENCES, "best_of")
+        _require(p.best_of >= p.n, "best_of", f"best_of must be at least n, got best_of={p.best_of} and n={p.n}.")
+    if p.max_tokens is not None:
+        _require(p.max_tokens >= 1, "max_tokens", f"max_tokens must be at least 1, got {p.max_tokens}.")
+    _require(p.min_tokens >= 0, "min_tokens", f"min_tokens must be at least 0, got {p.min_tokens}.")
+    if p.max_tokens is not None:
+        _require(p.min_tokens <= p.max_tokens, "min_tokens",
+                 f"min_tokens must be at most max_tokens={p.max_tokens}, got {p.min_tokens}.")
+    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}.")
+    _require(all(p.stop), "stop", "stop must not contain an empty string.")
+    _require(len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids",
+             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(p.stop_token_ids)}.")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, name)
+        if value is not None:
+            _in(value, 0, MAX_LOGPROBS, name)
+
+
+def _check_scalars(p: SamplingParams) -> None:
+    _in(p.temperature, 0, 2, "temperature")
+    _require(math.isfinite(p.top_p) and 0 < p.top_p <= 1, "top_p", f"top_p must be in (0, 1], got {p.top_p:g}.")
+    _require(p.top_k >= -1, "top_k", f"top_k must be at least 1, or 0 or -1 for off, got {p.top_k}.")
+    _in(p.min_p, 0, 1, "min_p")
+    _in(p.presence_penalty, -2, 2, "presence_penalty")
+    _in(p.frequency_penalty, -2, 2, "frequency_penalty")
+    _require(math.isfinite(p.repetition_penalty) and 0 < p.repetition_penalty <= 100, "repetition_penalty",
+             f"repetition_penalty must be in (0, 100], got {p.repetition_penalty:g}.")
+    if p.seed is not None:
+        _require(INT64_MIN <= p.seed <= INT64_MAX, "seed", f"seed must fit in 64 bits, got {p.seed}.")
+
+
+def _check_tokens(p: SamplingParams, vocab_size: int | None) -> None:
+    def ids(values: object, param: str) -> None:
+        for t in values:  # type: ignore[attr-defined]
+            _require(t >= 0 and (vocab_size is None or t < vocab_size), param,
+                     f"{param} has token id {t}, which is not in the vocabulary"
+                     + (f" (0 to {vocab_size - 1})." if vocab_size else "."))
+
+    _require(len(p.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"logit_bias takes at most {MAX_LOGIT_BIAS} entries.")
+    for value in p.logit_bias.values():
+        _in(value, -100, 100, "logit_bias")
+    if p.allowed_token_ids is not None:
+        _require(0 < len(p.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids",
+                 f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids.")
+        ids(p.allowed_token_ids, "allowed_token_ids")
+    _require(len(p.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids",
+             f"logprob_token_ids takes at most {MAX_LOGPROB_TOKEN_IDS} ids.")
+    _require(len(p.bad_words) <= MAX_BAD_WORDS and len(p.bad_words_token_ids) <= 2 * MAX_BAD_WORDS, "bad_words",
+             f"bad_words takes at most {MAX_BAD_WORDS} words.")
+    _require(all(p.bad_words), "bad_words", "bad_words must not contain an empty string.")
+    ids(p.logit_bias, "logit_bias")
+    ids(p.stop_token_ids, "stop_token_ids")
+    ids(p.logprob_token_ids, "logprob_token_ids")
