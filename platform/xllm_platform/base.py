@@ -1,8 +1,8 @@
 """What a device is: the verbs every platform plugin implements, with their contracts.
 
-A plugin is one folder (cpu/, npu/, cuda/) or a distribution of its own that registers a `Platform` subclass under
-the entry-point group `xllm_npu.platforms`. Importing a plugin must work without its device and without its vendor
-packages: those are imported inside methods. Callers ask `capabilities`, never the platform's name.
+A plugin is one folder (cpu/, npu/, cuda/) or a distribution of its own that registers a `Platform` subclass
+under the entry-point group `xllm_npu.platforms`. Importing a plugin must work without its device and without
+its vendor packages: those are imported inside methods. Callers ask `capabilities`, never the platform's name.
 This module knows no model, no KV layout, no scheduler.
 """
 
@@ -32,7 +32,8 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes. For cpu, `total` is the machine's (or its cgroup's) memory and `free` what can be taken without swapping."""
+    """Bytes. For cpu, `total` is the machine's (or its cgroup's) memory, `free` what can be had without
+    swapping."""
 
     free: int
     total: int
@@ -51,7 +52,7 @@ class AllocatorStats:
 class Capabilities:
     """What callers may rely on."""
 
-    graph: str = "none"  # none | compile (torch.compile behind the graph interface) | capture (replayed streams)
+    graph: str = "none"  # none | compile (torch.compile behind the interface) | capture (replayed streams)
     streams: bool = False
     pinned_memory: bool = False
     virtual_memory: bool = False
@@ -105,12 +106,12 @@ class Graph(ABC):
 class GraphBackend(ABC):
     """How this platform makes a decode step cheap to launch."""
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
+    def prepare_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - optional
         """Called once, after the weights are in place and before the first capture. Default: nothing."""
 
     @abstractmethod
     def capture(self, run: Callable[[], torch.Tensor]) -> Graph:
-        """Capture `run`, which must be free of host synchronisation. Raises PlatformError if it cannot be captured."""
+        """Capture `run`, which must be free of host synchronisation. Raises PlatformError if it cannot be."""
 
 
 class Platform(ABC):
@@ -150,7 +151,7 @@ class Platform(ABC):
     def allocator_stats(self) -> AllocatorStats:
         return AllocatorStats()
 
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> None:  # noqa: B027 - optional
         """Return unused cached memory to the device."""
 
     @abstractmethod
@@ -169,8 +170,8 @@ class Platform(ABC):
     def graph_backend(self) -> GraphBackend:
         raise PlatformError(f"platform {self.name} has no graphs; ask capabilities.graph first")
 
-    def configure_process(self, threads: int | None = None) -> None:
-        """Set what must be set before heavy libraries start (threads, allocator); called first in a worker."""
+    def configure_process(self, threads: int | None = None) -> None:  # noqa: B027 - optional
+        """Set what must be set before heavy libraries start (threads, allocator); a worker calls it first."""
 
     def inference_context(self) -> AbstractContextManager[Any]:
         """Entered around every forward pass by the thread that runs it."""

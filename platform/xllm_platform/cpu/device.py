@@ -1,0 +1,139 @@
+"""The CPU as a platform: any Linux machine, complete, without streams or a caching allocator.
+
+`configure_process` chooses thread counts and how OpenMP threads wait; it works by environment variables, so
+it has to run before torch and numba are imported (later it still sets torch's and numba's thread counts, but
+not the waiting).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from xllm_platform.base import Availability, Capabilities, GraphBackend, MemoryInfo, Platform, PlatformError
+from xllm_platform.cpu import cgroup, topology
+
+if TYPE_CHECKING:
+    import torch
+
+# How long an OpenMP thread polls before it sleeps, in libgomp's turns. Polling long burns the cores that a
+# pre-empted thread needs; not polling pays a wake-up for each of the hundred parallel regions of a decode
+# step. 120 bfloat16 products (batch 1, 135M parameters) on 2 cores, median ms when alone, beside a process
+# that takes a quarter of a core, and beside one that takes a whole one: 0 turns 9.9, 15.4, 9.6; 1,000 turns
+# 7.3, 8.8, 15.7; 10,000 turns 7.0, 9.1, 67.
+SPIN_COUNT = "1000"
+
+# numba's OpenMP layer is linked against exactly this name; torch brings a copy under another one.
+NUMBA_OPENMP_LIBRARY = "libgomp.so.1.0.0"
+
+_one_at_a_time = threading.RLock()
+
+
+class CpuPlatform(Platform):
+    name = "cpu"
+    device_type = "cpu"
+    collective_backend = "gloo"
+
+    @classmethod
+    def probe(cls) -> Availability:
+        if sys.platform != "linux":
+            return Availability(False, f"the cpu platform needs Linux, this is {sys.platform}")
+        return Availability(True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            graph="compile",
+            dtypes=("float32", "bfloat16", "float16"),
+            default_block_size=128,
+            default_graph_sizes=(1, 2, 4, 8, 16, 32),
+            attention_backends=("numba", "torch"),
+            kernels="cpu",
+            notes=("float16 is hundreds of times slower than bfloat16 or float32 on a CPU",),
+        )
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, index: int) -> None:
+        if index != 0:
+            raise PlatformError(f"There is no cpu device {index}: the machine is one device, cpu:0.")
+
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def device_name(self) -> str:
+        return topology.processor_name()
+
+    def memory_info(self) -> MemoryInfo:
+        import psutil
+
+        machine = psutil.virtual_memory()
+        limit = cgroup.memory_limit()
+        if limit is None:
+            return MemoryInfo(free=machine.available, total=machine.total)
+        free = min(machine.available, max(0, limit.limit - limit.used))
+        return MemoryInfo(free=free, total=min(machine.total, limit.limit))
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: CPU work has ended when its call returns."""
+
+    def manual_seed(self, seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
+
+    def graph_backend(self) -> GraphBackend:
+        from xllm_platform.cpu.graph import CompileBackend
+
+        return CompileBackend()
+
+    def configure_process(self, threads: int | None = None) -> None:
+        """threads: None for OMP_NUM_THREADS if set, else one for each core this process may use.
+
+        Variables that the user has set are left as they are, but for the thread count when `threads` is
+        given.
+        """
+        if threads is not None and threads < 1:
+            raise PlatformError(f"The number of threads must be at least 1, got {threads}.")
+        count = threads or _positive(os.environ.get("OMP_NUM_THREADS")) or topology.allowed_cores()
+        os.environ["OMP_NUM_THREADS"] = str(count)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; for builds with Intel's or LLVM's runtime
+        if "numba" not in sys.modules:
+            os.environ["NUMBA_NUM_THREADS"] = str(count)
+            os.environ.setdefault("NUMBA_THREADING_LAYER", "omp" if _has_numba_openmp() else "workqueue")
+        else:
+            import numba
+
+            numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+        if "torch" in sys.modules:
+            import torch
+
+            torch.set_num_threads(count)
+
+    def inference_context(self) -> AbstractContextManager[Any]:
+        """Excludes other threads only where numba had to fall back to its one-thread-at-a-time layer."""
+        return _one_at_a_time if os.environ.get("NUMBA_THREADING_LAYER") == "workqueue" else nullcontext()
+
+
+def _has_numba_openmp() -> bool:
+    """Whether numba's OpenMP layer can find its runtime. Loading it here is what numba would do a little
+    later."""
+    try:
+        ctypes.CDLL(NUMBA_OPENMP_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def _positive(text: str | None) -> int:
+    """OMP_NUM_THREADS may be a list, one number a nesting level; only the first counts here."""
+    first = (text or "").split(",")[0].strip()
+    return int(first) if first.isdigit() else 0

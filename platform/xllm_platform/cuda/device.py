@@ -1,0 +1,75 @@
+"""NVIDIA GPUs, by torch's CUDA module. Importing this file imports neither torch nor triton.
+
+Environment: CUDA_VISIBLE_DEVICES hides devices; PYTORCH_CUDA_ALLOC_CONF configures the caching allocator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
+from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError
+
+
+class CudaPlatform(AcceleratorPlatform):
+    name = "cuda"
+    device_type = "cuda"
+    collective_backend = "nccl"
+    visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def probe(cls) -> Availability:
+        if importlib.util.find_spec("torch") is None:
+            return Availability(False, "torch is not installed; pip install 'xllm-npu[cuda]'")
+        import torch
+
+        if torch.version.hip is not None:
+            return Availability(False, f"this torch ({torch.__version__}) is built for AMD GPUs")
+        if torch.version.cuda is None:
+            return Availability(
+                False,
+                f"this torch ({torch.__version__}) is built without CUDA; "
+                "install a CUDA build and 'xllm-npu[cuda]'",
+            )
+        if torch.cuda.device_count() == 0:  # reads NVML, makes no context
+            hidden = os.environ.get(cls.visible_devices_variable)
+            seen = f" ({cls.visible_devices_variable}={hidden})" if hidden is not None else ""
+            return Availability(
+                False, f"no NVIDIA GPU is visible{seen}; check `nvidia-smi` and the driver's version"
+            )
+        return Availability(True)
+
+    @staticmethod
+    def _runtime() -> Any:
+        import torch
+
+        if torch.version.cuda is None:
+            raise PlatformError(f"this torch ({torch.__version__}) is built without CUDA")
+        return torch.cuda
+
+    @property
+    def capabilities(self) -> Capabilities:
+        bfloat16 = self._runtime().get_device_capability(self._index) >= (8, 0)
+        return Capabilities(
+            graph="capture",
+            streams=True,
+            pinned_memory=True,
+            dtypes=("bfloat16", "float16", "float32") if bfloat16 else ("float16", "float32"),
+            default_block_size=128,
+            default_graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            attention_backends=("torch",),
+            kernels="torch",
+            notes=("operators are torch's own until GPU kernels are bound",),
+        )
+
+    def configure_process(self, threads: int | None = None) -> None:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def graph_backend(self) -> GraphBackend:
+        runtime = self._runtime()
+        return CaptureBackend(runtime, runtime.CUDAGraph)

@@ -1,0 +1,94 @@
+"""Huawei Ascend NPUs, by torch_npu. Importing this file imports neither torch nor torch_npu.
+
+Environment: ASCEND_RT_VISIBLE_DEVICES hides devices; PYTORCH_NPU_ALLOC_CONF configures the caching allocator;
+HCCL_* configure the collectives. What the user has set is left as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
+from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError
+
+# torch_npu reports the chip by number: 910B (A2) 220-225, 910C (A3) 250-255, 310P 200-205, 950 (A5) from 260.
+SOC_310P = range(200, 206)
+
+
+class NpuPlatform(AcceleratorPlatform):
+    name = "npu"
+    device_type = "npu"
+    collective_backend = "hccl"
+    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
+
+    @classmethod
+    def probe(cls) -> Availability:
+        if importlib.util.find_spec("torch_npu") is None:
+            return Availability(
+                False, "torch_npu is not installed; on an Ascend server: pip install 'xllm-npu[npu]'"
+            )
+        try:
+            available = bool(cls._runtime().is_available())
+        except PlatformError as error:
+            return Availability(False, str(error))
+        except RuntimeError as error:
+            return Availability(
+                False, f"the Ascend driver answers with an error: {error}; check `npu-smi info`"
+            )
+        if not available:
+            hidden = os.environ.get(cls.visible_devices_variable)
+            seen = f" ({cls.visible_devices_variable}={hidden})" if hidden is not None else ""
+            return Availability(
+                False, f"torch_npu sees no Ascend device{seen}; check `npu-smi info` and /dev/davinci*"
+            )
+        return Availability(True)
+
+    @staticmethod
+    def _runtime() -> Any:
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise PlatformError(
+                f"torch_npu cannot be loaded: {error}; source CANN's set_env.sh, and check that CANN, torch "
+                "and torch_npu are versions that belong together"
+            ) from error
+        import torch
+
+        return torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # 310P has no bfloat16 and no Triton; it is the only chip told apart here.
+        old = self._soc_version() in SOC_310P
+        return Capabilities(
+            graph="none" if old else "capture",
+            streams=True,
+            pinned_memory=True,
+            dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
+            default_block_size=128,  # what the paged attention operators are tuned for
+            default_graph_sizes=(1, 2, 4, 8, 16),
+            attention_backends=("torch",),
+            kernels="torch",
+            notes=("operators are torch's own until NPU kernels are bound",),
+        )
+
+    def configure_process(self, threads: int | None = None) -> None:
+        """Task queue and allocator defaults; the host's threads are few because the host only launches."""
+        os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
+        os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+        os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def graph_backend(self) -> GraphBackend:
+        runtime = self._runtime()
+        return CaptureBackend(runtime, runtime.NPUGraph)
+
+    def _soc_version(self) -> int:
+        """The chip's number; -1 where torch_npu does not tell."""
+        read = getattr(importlib.import_module("torch_npu").npu, "get_soc_version", None)
+        return int(read()) if read is not None else -1
