@@ -1,0 +1,141 @@
+"""Text to token ids and back, for one model directory.
+
+Wraps the fast tokenizer that transformers finds in the directory. Code that comes with a model is never run.
+All methods may be called from several threads: nothing here changes the backend after loading (truncation and
+padding, which transformers switches on and off for each call, are off for good).
+
+`decode` is the whole-text twin of the detokenizers this hands out: same pieces, same text. It does not do
+transformers' `clean_up_tokenization_spaces`, which cannot be done on a stream.
+Knows nothing of requests, stop strings and chat messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from xllm_npu.state.sampling_params import InvalidParameter
+from xllm_npu.text.detokenizer import ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
+from xllm_npu.text.token_pieces import BYTES, OPAQUE, PIECES, PieceTable, TextForm, piece_maker, text_form
+
+log = logging.getLogger(__name__)
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_CHECKED_TOKENS = 64
+
+
+class TokenizerError(RuntimeError):
+    """The directory has no tokenizer that can be used; the message says what is missing."""
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    Attributes: `vocab_size` (largest id + 1, added tokens included), `eos_token_id`, `bos_token_id` (None if
+    the model has none), `special_ids`, `special_tokens` (name to text, for chat templates), `chat_template`
+    (the model's own: source, or sources by name; None if it has none). """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        hf = _load(directory)
+        self._backend: Backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_token_id: int | None = hf.eos_token_id
+        self.bos_token_id: int | None = hf.bos_token_id
+        self.special_tokens: dict[str, str] = {k: str(v) for k, v in hf.special_tokens_map.items()}
+        self.chat_template: str | dict[str, str] | None = hf.chat_template
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._use_form(text_form(self._backend))
+        if self._form.kind != OPAQUE and not self._pieces_are_right():
+            log.warning("The tokenizer in %s decodes in its own way; streaming takes the slower path.", directory)
+            self._use_form(TextForm(OPAQUE))
+
+    def _use_form(self, form: TextForm) -> None:
+        self._form = form
+        self._all = PieceTable(piece_maker(self._backend, form, frozenset()))
+        self._plain = PieceTable(piece_maker(self._backend, form, self.special_ids))
+        self._alone: dict[int, tuple[str, list[int]]] = {}
+
+    def _pieces_are_right(self) -> bool:
+        """Compare a decode by pieces with the backend's own on tokens from the whole vocabulary."""
+        ids = list(range(0, self.vocab_size, max(1, self.vocab_size // _CHECKED_TOKENS)))
+        return self.decode(ids, False) == self._backend.decode(ids, skip_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises InvalidParameter('prompt', ...) for text that is not valid Unicode."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as e:
+            raise InvalidParameter("prompt", f"The text has a lone surrogate ({e.object[e.start]!a}), "
+                                             "which is not valid Unicode.") from None
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of the whole sequence; ids that no token has add nothing."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.push_all(ids) + detokenizer.flush()
+
+    def detokenizer(self, prompt: Sequence[int] = (), skip_special_tokens: bool = True,
+                    spaces_between_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for the tokens that follow `prompt`."""
+        pieces = self._plain if skip_special_tokens else self._all
+        if self._form.kind == BYTES:
+            return ByteDetokenizer(pieces)
+        if self._form.kind == PIECES:
+            return PieceDetokenizer(self._backend, pieces, self._form, prompt)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        raw = frozenset() if spaces_between_special_tokens else self.special_ids - skipped
+        return WindowDetokenizer(self._backend, skip_special_tokens, skipped, raw, prompt)
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, as text: half a character shows as U+FFFD; "" for an id without a token."""
+        return self._alone_of(token_id)[0]
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The token alone, as UTF-8 bytes. Shared: do not change the list."""
+        return self._alone_of(token_id)[1]
+
+    def _alone_of(self, token_id: int) -> tuple[str, list[int]]:
+        known = self._alone.get(token_id)
+        if known is None:
+            piece: str | bytes | None
+            if self._form.kind == OPAQUE:
+                piece = self._backend.decode([token_id], skip_special_tokens=False)
+            else:
+                piece = self._all[token_id] or ""
+            data = piece if isinstance(piece, bytes) else piece.encode("utf-8")
+            known = self._alone[token_id] = (data.decode("utf-8", "replace"), list(data))
+        return known
+
+
+def _load(directory: Path) -> Any:
+    """transformers' tokenizer for the directory; TokenizerError with what is wrong."""
+    if not directory.is_dir():
+        raise TokenizerError(f"{directory} is not a directory.")
+    if not any((directory / name).is_file() for name in _FILES):
+        raise TokenizerError(f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there. "
+                             "Copy the tokenizer files of the model into it.")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as e:  # any parser's error: what matters to the user is which file, and the cause
+        if not (directory / "tokenizer.json").is_file():
+            raise TokenizerError(f"The tokenizer in {directory} cannot be loaded: {e}") from e
+        # A directory whose configuration names a class that does not exist here still has the whole tokenizer
+        # in tokenizer.json.
+        log.info("Loading %s/tokenizer.json directly: %s", directory, e)
+        try:
+            hf = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+        except Exception as second:
+            raise TokenizerError(f"{directory}/tokenizer.json cannot be loaded: {second}") from second
+    if getattr(hf, "backend_tokenizer", None) is None:
+        raise TokenizerError(f"The tokenizer in {directory} ({type(hf).__name__}) has no fast form. "
+                             "Convert it to a tokenizer.json with transformers.")
+    return hf
