@@ -1,0 +1,154 @@
+"""From what the user gave to one `Settings`: command line over environment over JSON file over default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from xllm_npu.config.errors import SettingsError
+from xllm_npu.config.explain import explain
+from xllm_npu.config.flags import ParsedFlags, parse_flags
+from xllm_npu.config.layer import (
+    ARGUMENT,
+    COMMAND_LINE,
+    DEFAULT,
+    ENVIRONMENT,
+    FILE,
+    Layer,
+    LayerSource,
+    build_layer,
+)
+from xllm_npu.config.names import Given, canonical, is_boolean, nearest
+from xllm_npu.config.rules import broken_rules
+from xllm_npu.config.section import Section
+from xllm_npu.config.settings import Settings, section_types, setting_fields
+from xllm_npu.config.sources import read_environment, read_json_file
+
+Options = TypeVar("Options", bound=Section)
+
+
+class Source(NamedTuple):
+    """Where an effective value came from."""
+
+    kind: str  # command line | argument | environment | file | default
+    spelled: str = ""  # what stood there: --max-num-seqs, XLLM_NPU_PORT, demo.json: port
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    settings: Settings
+    sources: dict[str, Source]  # every setting's name -> where its value came from
+
+
+def load(
+    argv: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    options: type[Section] | None = None,
+) -> tuple[Loaded, Section | None]:
+    """Read flags (and at most one MODEL), environment and JSON file; `options` are the verb's own flags.
+
+    `environment` None is this process's. Raises SettingsError with every problem found.
+    """
+    environment = os.environ if environment is None else environment
+    extra = dict(options.model_fields) if options else {}
+    parsed = parse_flags(argv, extra)
+    mine = [given for given in parsed.given if given.name in extra]
+    own = _build_options(options, mine) if options else None
+    given = [*_positional_model(parsed), *(item for item in parsed.given if item.name not in extra)]
+    return _load_layers(build_layer(COMMAND_LINE, given), environment), own
+
+
+def load_settings(argv: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    return load(argv, environment)[0].settings
+
+
+def settings_sources(
+    argv: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> dict[str, Source]:
+    return load(argv, environment)[0].sources
+
+
+def settings_from_kwargs(
+    *, config_json_file: str | None = None, environment: Mapping[str, str] | None = None, **overrides: Any
+) -> Settings:
+    """For `LLM(...)`: keyword arguments take the place of the command line; None means not given."""
+    if config_json_file is not None:
+        overrides["config_json_file"] = config_json_file
+    given, problems = list[Given](), list[str]()
+    for key, value in overrides.items():
+        name = canonical(key)
+        if is_boolean(name, {}) is None:
+            close = nearest(name)
+            problems.append(f"There is no setting {key}." + (f" Did you mean {close}?" if close else ""))
+        elif value is not None:
+            given.append(Given(name, value, key))
+    if problems:
+        raise SettingsError(problems)
+    layer = build_layer(ARGUMENT, given)
+    return _load_layers(layer, os.environ if environment is None else environment).settings
+
+
+def _positional_model(parsed: ParsedFlags) -> list[Given]:
+    if len(parsed.positionals) > 1:
+        raise SettingsError(
+            f"One MODEL is enough, got {' and '.join(parsed.positionals)}. "
+            "(Lists are comma-separated: --served-model-name a,b.)"
+        )
+    return [Given("model", model, "MODEL") for model in parsed.positionals]
+
+
+def _build_options(options: type[Options], given: list[Given]) -> Options:
+    values: dict[str, Any] = {}
+    for item in given:
+        if getattr(options.model_fields[item.name].annotation, "__origin__", None) is tuple:
+            values.setdefault(item.name, []).append(item.value)
+        else:
+            values[item.name] = item.value
+    try:
+        return options(**values)
+    except ValidationError as error:
+        by_name = {item.name: item for item in given}
+        raise SettingsError(explain(error, options.model_fields, by_name)) from None
+
+
+def _load_layers(top: Layer, environment: Mapping[str, str]) -> Loaded:
+    layers = [top, build_layer(ENVIRONMENT, read_environment(environment))]
+    path = next((str(layer.values[name].value) for layer in layers for name in ["config_json_file"]
+                 if name in layer.values and layer.values[name].value), None)  # fmt: skip
+    if path is not None:
+        layers.append(build_layer(FILE, read_json_file(path)))
+    winners = {
+        name: (layer.kind, given) for layer in reversed(layers) for name, given in layer.values.items()
+    }
+    settings = _validate(layers, {name: given for name, (_, given) in winners.items()})
+    sources = {name: Source(DEFAULT) for name in setting_fields()}
+    sources |= {name: Source(kind, given.spelled) for name, (kind, given) in winners.items()}
+    if problems := broken_rules(settings, {name: given.spelled for name, (_, given) in winners.items()}):
+        raise SettingsError(problems)
+    return Loaded(settings, sources)
+
+
+def _validate(layers: Sequence[Layer], given: Mapping[str, Given]) -> Settings:
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            *_sources: PydanticBaseSettingsSource,
+            **_named: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(LayerSource(settings_cls, layer) for layer in layers)
+
+    fields: dict[str, FieldInfo] = {name: item.info for name, item in setting_fields().items()}
+    try:
+        merged = Layered()
+    except ValidationError as error:
+        raise SettingsError(explain(error, fields, given)) from None
+    return Settings(**{section: getattr(merged, section) for section in section_types()})

@@ -1,0 +1,114 @@
+"""What must hold between settings, checked once at start. Each rule names the flags to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from xllm_npu.config.names import flag
+from xllm_npu.config.settings import Settings, setting_fields
+from xllm_npu.config.unsupported import SINGLE_VALUED
+
+# A rule sees the settings and the spelling of those that the user gave (so not the defaults).
+Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
+
+
+def broken_rules(settings: Settings, spelled: Mapping[str, str]) -> list[str]:
+    return [problem for rule in RULES for problem in rule(settings, spelled)]
+
+
+def _one_device(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    for name, only in SINGLE_VALUED.items():
+        value = getattr(getattr(settings, setting_fields()[name].section), name)
+        if value != only:
+            yield f"{spelled.get(name, flag(name))}={value} is not available in this version; it takes {only}."
+
+
+def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    d = settings.distributed
+    if d.node_rank >= d.nnodes:
+        yield f"--node-rank={d.node_rank} needs --nnodes above it; --nnodes is {d.nnodes}."
+
+
+def _whole_prompt_fits_a_step(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    s, longest = settings.scheduler, settings.model.max_model_len
+    if not s.enable_chunked_prefill and longest is not None and longest > s.max_tokens_per_batch:
+        yield (
+            f"Without chunked prefill a whole prompt is one step: --max-model-len={longest} must be at most "
+            f"--max-tokens-per-batch={s.max_tokens_per_batch}. Raise the latter or turn chunked prefill on."
+        )
+
+
+def _chunk_size(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    s = settings.scheduler
+    name = spelled.get("max_tokens_per_chunk_for_prefill", "--max-tokens-per-chunk-for-prefill")
+    if s.max_tokens_per_chunk_for_prefill == 0:
+        yield f"{name}=0 is out of range: it takes -1 (no limit but the step's) or a number from 1."
+    elif s.max_tokens_per_chunk_for_prefill > 0 and not s.enable_chunked_prefill:
+        yield f"{name} has no meaning with --enable-chunked-prefill=false; give one of them."
+
+
+def _zero_evict(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    if settings.scheduler.use_zero_evict and settings.scheduler.enable_chunked_prefill:
+        yield "--use-zero-evict works on whole prompts only: add --enable-chunked-prefill=false."
+
+
+def _in_batch_prefix(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    kv, name = settings.kv_cache, "enable_in_batch_prefix_cache"
+    if name in spelled and kv.enable_in_batch_prefix_cache and not kv.enable_prefix_cache:
+        yield f"{spelled[name]} needs the prefix cache, which --enable-prefix-cache=false turns off."
+
+
+def _tls(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    s = settings.service
+    if s.ssl_keyfile and not s.ssl_certfile:
+        yield "--ssl-keyfile needs --ssl-certfile, the certificate that belongs to it."
+    if s.ssl_certfile and not s.ssl_keyfile:
+        yield "--ssl-certfile needs --ssl-keyfile, the private key that belongs to it."
+    if s.ssl_ca_certs and not s.ssl_certfile:
+        yield "--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile: there is no HTTPS without them."
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = getattr(s, name)
+        if path and not Path(path).expanduser().is_file():
+            yield f"{spelled.get(name, flag(name))}={path}: there is no such file."
+
+
+def _one_address(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    s = settings.service
+    both = [spelled[name] for name in ("host", "port") if name in spelled]
+    if s.uds and both:
+        yield f"{spelled.get('uds', '--uds')} listens on a file instead of {' and '.join(both)}; give one of them."
+    if s.uds and not Path(s.uds).expanduser().absolute().parent.is_dir():
+        yield f"{spelled.get('uds', '--uds')}={s.uds}: its directory does not exist."
+
+
+def _root_path(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    path = settings.service.root_path
+    if path and (not path.startswith("/") or path.endswith("/")):
+        yield f"{spelled.get('root_path', '--root-path')}={path} must begin with / and not end with it."
+
+
+def _api_keys(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    if any(not key.isascii() or any(c.isspace() for c in key) for key in settings.service.api_key):
+        yield f"{spelled.get('api_key', '--api-key')}: a key is printable ASCII without spaces."
+
+
+def _chat_template(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    template = settings.model.chat_template
+    if template and "{" not in template and not Path(template).expanduser().is_file():
+        yield f"{spelled.get('chat_template', '--chat-template')}={template}: there is no such file."
+
+
+def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    tokenizer = settings.model.tokenizer
+    looks_local = tokenizer is not None and (
+        tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1
+    )
+    if tokenizer and looks_local and not Path(tokenizer).expanduser().exists():
+        yield f"{spelled.get('tokenizer', '--tokenizer')}={tokenizer}: there is no such directory."
+
+
+RULES: tuple[Rule, ...] = (
+    _one_device, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _zero_evict, _in_batch_prefix,
+    _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
+)  # fmt: skip

@@ -1,0 +1,98 @@
+"""The environment and the JSON file as lists of given values. Knows names, not meanings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xllm_npu.config.errors import SettingsError
+from xllm_npu.config.names import Given, canonical, is_boolean, nearest
+from xllm_npu.config.settings import section_types, setting_fields
+
+PREFIX = "XLLM_NPU_"
+
+# Variables with our prefix that are no settings: they are read where no settings object exists.
+NOT_SETTINGS = frozenset({"XLLM_NPU_CACHE", "XLLM_NPU_CACHE_DIR"})
+
+
+def read_environment(environment: Mapping[str, str]) -> list[Given]:
+    """`XLLM_NPU_MAX_MODEL_LEN=4096`. An empty value means not set, as compose files write it."""
+    given, problems = list[Given](), list[str]()
+    for variable, value in environment.items():
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or value == "":
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if is_boolean(name, {}) is None:
+            close = nearest(name)
+            hint = f" Did you mean {PREFIX}{close.upper()}?" if close else " Unset it."
+            problems.append(f"There is no setting for the environment variable {variable}.{hint}")
+        else:
+            given.append(Given(name, value, variable))
+    if problems:
+        raise SettingsError(problems)
+    return given
+
+
+def read_json_file(path: str) -> list[Given]:
+    """Flat keys, or objects named for sections that hold them; both may stand in one file."""
+    document = _load(path)
+    given, problems = list[Given](), list[str]()
+    for key, value in document.items():
+        if isinstance(value, dict) and canonical(key) in section_types():
+            for inner, inner_value in value.items():
+                _take(path, canonical(key), inner, inner_value, given, problems)
+        else:
+            _take(path, None, key, value, given, problems)
+    if problems:
+        raise SettingsError(problems)
+    return given
+
+
+def _take(
+    path: str, section: str | None, key: str, value: Any, given: list[Given], problems: list[str]
+) -> None:
+    name, where = canonical(key), f"{path}: {section + '.' if section else ''}{key}"
+    known = setting_fields().get(name)
+    if is_boolean(name, {}) is None:
+        close = nearest(name, section_types() if section is None else ())
+        problems.append(f"{where} is no setting." + (f" Did you mean {close}?" if close else " Remove it."))
+    elif section is not None and known is not None and known.section != section:
+        problems.append(f"{where} belongs into {known.section}, or without any section.")
+    elif name == "config_json_file":
+        problems.append(f"{where} cannot be set in a configuration file.")
+    elif isinstance(value, dict):
+        problems.append(f"{where} takes a single value, got an object.")
+    else:
+        given.append(Given(name, value, where))
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"The configuration file {path} is not UTF-8 text.") from error
+    try:
+        document = json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"The configuration file {path} is not JSON: {error.msg} at line {error.lineno}, "
+            f"column {error.colno}."
+        ) from error
+    if not isinstance(document, dict):
+        raise SettingsError(
+            f'The configuration file {path} must hold a JSON object, such as {{"port": 8000}}.'
+        )
+    return document
+
+
+def _no_duplicates(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise SettingsError(f"{path}: {key} stands there twice; keep one.")
+        seen[key] = value
+    return seen
