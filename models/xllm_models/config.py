@@ -1,9 +1,9 @@
 """What a checkpoint says about its network: one frozen `ModelConfig`, read from config.json or GGUF metadata.
 
 An absent key takes the value that transformers gives it for that model type. Every complaint is a
-`ModelConfigError` naming the key and the file. Dtypes are strings: importing this module reaches neither torch nor
-transformers. It does not know which architectures exist here (xllm_models.registry does), nor how long a context
-the user asked for.
+`ModelConfigError` naming the key and the file. Dtypes are strings: importing this module reaches neither
+torch nor transformers. It does not know which architectures exist here (xllm_models.registry does), nor how
+long a context the user asked for.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def max_context_length(self) -> int:
-        """Tokens the positions are good for; scaled types other than llama3 state the length before scaling."""
+        """Tokens the positions are good for; most scaled types state the length before scaling."""
         if self.rope.type in ("default", "llama3"):
             return self.max_position_embeddings
         length = self.max_position_embeddings
@@ -186,7 +186,7 @@ def _head_dim(keys: ConfigKeys, model_type: str, hidden_size: int, num_heads: in
         if hidden_size % num_heads:
             raise keys.error(
                 "head_dim",
-                f"is missing and hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}.",
+                f"is missing, and hidden_size={hidden_size} is no multiple of the {num_heads} heads.",
             )
         default = hidden_size // num_heads
     head_dim = keys.count("head_dim", default)
@@ -206,7 +206,7 @@ def _attention_biases(keys: ConfigKeys, model_type: str) -> tuple[bool, bool]:
 
 
 def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """(the window, each layer's); 0 is none. Llama has none, though some of its configurations carry the key."""
+    """(the window, each layer's); 0 is none. Llama has none, though some of its files carry the key."""
     everywhere = (0,) * num_layers
     if model_type == "llama" or (model_type in ("qwen2", "qwen3") and not keys.flag("use_sliding_window")):
         if "sliding_attention" in (keys.get("layer_types") or ()) and model_type != "llama":

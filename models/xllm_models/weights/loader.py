@@ -1,0 +1,120 @@
+"""Fill a model's parameters from a weight source, shard by shard.
+
+The model says where each checkpoint tensor goes (placement.py); this reads only this rank's part and copies
+it into place, converting to the parameter's dtype. Peak host memory is the model and one shard. Everything
+that can be wrong with names and shapes is found before the first byte of data is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xllm_models.placement import Placement
+from xllm_models.weights.source import Region, WeightError, WeightSource
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all), in the parameters' dtypes
+
+_NAMED = 5  # tensors an error message lists
+_KNOWN_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed, not loaded
+
+
+class LoadableModel(Protocol):
+    def placements(self) -> Mapping[str, Placement]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    bytes: int  # put into parameters, in their dtypes
+    seconds: float
+    tensors: int  # read from the checkpoint
+
+
+def load_weights(model: LoadableModel, source: WeightSource, progress: Progress | None = None) -> LoadReport:
+    """Fill every placement, then call the model's `finalize_weights()` if it has one. Raises WeightError."""
+    started = time.perf_counter()
+    placements = model.placements()
+    _check_names(placements, source)
+    _check_shapes(placements, source)
+    regions = {name: region_of(name, p) for name, p in placements.items() if name in source.tensors}
+    sizes = {
+        name: _num_elements(region) * placements[name].param.element_size()
+        for name, region in regions.items()
+    }
+    done, total = 0, sum(sizes.values())
+    for name, tensor in source.stream(regions):
+        _copy(name, tensor, placements[name])
+        del tensor  # or it would keep its shard mapped while the next one opens
+        done += sizes[name]
+        if progress is not None:
+            progress(done, total)
+    finalize = getattr(model, "finalize_weights", None)
+    if finalize is not None:
+        finalize()
+    return LoadReport(done, time.perf_counter() - started, len(regions))
+
+
+def region_of(name: str, placement: Placement) -> Region:
+    """This rank's part of the checkpoint tensor."""
+    region = [slice(0, size) for size in placement.shape]
+    if placement.shard_dim is not None:
+        size, count = placement.shape[placement.shard_dim], placement.shard_count
+        if size % count:
+            raise WeightError(
+                f"{name} has {size} rows or columns to split, which {count} ranks do not divide. "
+                "Choose a tensor parallel size that does."
+            )
+        part = size // count
+        region[placement.shard_dim] = slice(placement.shard_index * part, (placement.shard_index + 1) * part)
+    return tuple(region)
+
+
+def _copy(name: str, tensor: torch.Tensor, placement: Placement) -> None:
+    target = placement.param.data[placement.dest]
+    assert target.shape == tensor.shape, f"{name}: placed {tuple(tensor.shape)} in {tuple(target.shape)}"
+    target.copy_(tensor)
+
+
+def _num_elements(region: Region) -> int:
+    return math.prod(part.stop - part.start for part in region)
+
+
+def _check_names(placements: Mapping[str, Placement], source: WeightSource) -> None:
+    unexpected = [name for name in source.tensors if name not in placements]
+    missing = [name for name, p in placements.items() if name not in source.tensors and not p.optional]
+    if missing:
+        hint = f" It holds others this model has no place for, such as {unexpected[0]}." if unexpected else ""
+        raise WeightError(
+            f"{source.path} lacks {len(missing)} of the model's tensors: {_some(missing)}.{hint} "
+            "Check that weights and config.json belong together and that the download is complete."
+        )
+    for name in unexpected:
+        if not name.endswith(_KNOWN_BUFFERS):
+            logger.debug("%s: ignoring %s, which the model does not use", source.path, name)
+
+
+def _check_shapes(placements: Mapping[str, Placement], source: WeightSource) -> None:
+    wrong = [
+        f"{name} is {list(source.tensors[name].shape)}, expected {list(p.shape)}"
+        for name, p in placements.items()
+        if name in source.tensors and source.tensors[name].shape != tuple(p.shape)
+    ]
+    if wrong:
+        raise WeightError(
+            f"{source.path} has {len(wrong)} tensors of another shape than config.json implies: "
+            f"{_some(wrong, '; ')}. "
+            "Check that weights and config.json belong together."
+        )
+
+
+def _some(names: list[str], separator: str = ", ") -> str:
+    rest = f"{separator}and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return separator.join(names[:_NAMED]) + rest

@@ -1,0 +1,50 @@
+"""Where weights come from: a checkpoint whose tensors are listed first, then streamed one shard at a time.
+
+Names are Hugging Face's, whatever the file calls them. A source knows the file, not the model: neither which
+tensors are wanted nor where they go (see placement and loader).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Region = tuple[slice, ...]  # one slice for each dimension, with start and stop set and step 1
+
+
+class WeightError(ValueError):
+    """The checkpoint is damaged, incomplete, or not the model's. The message names file and tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str  # as the file spells it, "BF16" or "Q4_1"
+    file: Path
+
+
+class WeightSource(ABC):
+    """An opened checkpoint. Opening reads headers only and refuses truncated files."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each named tensor's region once, in file order, floating point, on the CPU.
+
+        At most one shard is open at a time; a tensor must be dropped before the next is asked for.
+        """
+
+
+def open_source(path: str | Path) -> WeightSource:
+    """A directory of safetensors or a .gguf file."""
+    from xllm_models.weights.gguf_source import GgufSource
+    from xllm_models.weights.safetensors_source import SafetensorsSource
+
+    path = Path(path)
+    return GgufSource(path) if path.suffix == ".gguf" else SafetensorsSource(path)
