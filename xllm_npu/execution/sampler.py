@@ -214,7 +214,7 @@ def _nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Raise `floor` [R, 1] to the logit at which the mass reaches `target` [R, 1]; and whether it does so.
 
-    `best` [R, width]: the likeliest logits, sorted descending. Unreached within them, the floor stays as it was.
+    `best` [R, width]: the likeliest logits, sorted descending. Unreached, the floor stays as it was.
     """
     mass = best.exp().masked_fill_(best < floor, 0.0).cumsum(1)
     short = mass < target  # [R, width] True, ..., True, False, ...
