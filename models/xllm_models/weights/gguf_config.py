@@ -56,8 +56,8 @@ def hf_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "sliding_window": window,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, head_dim),
-        "dtype": _dtype(file),
+        **_rope(file, head_dim),
+        "torch_dtype": _dtype(file),
         **ids,
     }
     if file.architecture != "llama" and window is not None:
@@ -65,11 +65,12 @@ def hf_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, {key: value for key, value in ids.items() if value not in (None, [])}
 
 
-def _eos_ids(file: GgufFile) -> list[int]:
+def _eos_ids(file: GgufFile) -> int | list[int]:
     stated = [file.token_id(name) for name in ("eos", "eot", "eom")]
     tokens, types = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type", [])
     found = [i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_TURN]
-    return list(dict.fromkeys(i for i in [*stated, *found] if i is not None))
+    ids = list(dict.fromkeys(i for i in [*stated, *found] if i is not None))
+    return ids[0] if len(ids) == 1 else ids
 
 
 def _dtype(file: GgufFile) -> str:
@@ -78,27 +79,32 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """In the spelling that every version of transformers reads."""
+    theta = file.model("rope.freq_base", 10000.0)
     rotary_dim = file.count("rope.dimension_count", head_dim)
-    rope: dict[str, Any] = {"rope_theta": file.model("rope.freq_base", 10000.0), "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _rope_scaling(file, theta)}
     if rotary_dim != head_dim:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
+    return rope
+
+
+def _rope_scaling(file: GgufFile, theta: float) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         factors = np.asarray(file.tensors["rope_freqs.weight"].data, np.float64)  # [rotary_dim / 2]
-        return rope | _llama3_parameters(file, factors, rope["rope_theta"])
+        return _llama3_parameters(file, factors, theta)
     kind = file.model("rope.scaling.type", "none")
     factor = file.model("rope.scaling.factor", None)
-    if factor is None and (
-        old := file.model("rope.scale_linear", None)
-    ):  # files from before scaling had a type
+    if factor is None and (old := file.model("rope.scale_linear", None)):  # files from before scaling had a type
         kind, factor = "linear", old
     if kind == "none" or factor in (None, 0.0, 1.0):
-        return rope
+        return None
     if kind not in ("linear", "yarn"):
         raise GgufError(
-            f'{file.path} scales rotary embeddings by "{kind}"; supported: none, linear, yarn, llama3.'
+            f'{file.path} scales rotary embeddings by "{kind}"; supported: none, linear, yarn, llama3. '
+            "Use the model's Hugging Face directory."
         )
-    rope |= {"rope_type": kind, "factor": factor}
-    return rope | _yarn_parameters(file, factor) if kind == "yarn" else rope
+    scaling = {"rope_type": kind, "factor": factor}
+    return scaling | _yarn_parameters(file, factor) if kind == "yarn" else scaling
 
 
 def _yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
@@ -129,14 +135,10 @@ def _llama3_parameters(file: GgufFile, factors: np.ndarray, theta: float) -> dic
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-    raise GgufError(
-        f"{file.path}: rope_freqs.weight is no llama3 scaling. Use the model's Hugging Face directory."
-    )
+    raise GgufError(f"{file.path}: rope_freqs.weight is no llama3 scaling. Use the model's Hugging Face directory.")
 
 
-def _llama3_factors(
-    inv_freq: np.ndarray, factor: float, low: float, high: float, original: float
-) -> np.ndarray:
+def _llama3_factors(inv_freq: np.ndarray, factor: float, low: float, high: float, original: float) -> np.ndarray:
     """What llama3 scaling divides each inverse frequency by: 1 for short waves, `factor` for long ones."""
     rotations = original * inv_freq / (2 * math.pi)  # within the original context
     smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)

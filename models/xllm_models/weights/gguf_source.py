@@ -68,20 +68,16 @@ class GgufSource(WeightSource):
         own = self._names[name]
         tensor = self.file.tensors[own]
         if tensor.tensor_type in _INTEGERS:
-            raise GgufError(
-                f"{own} in {self.path} has type {tensor.tensor_type.name}, which is not supported."
-            )
+            raise GgufError(f"{own} in {self.path} has type {tensor.tensor_type.name}, which is not supported.")
         part = own.split(".")[2] if own.startswith("blk.") else ""
         if part in self._interleaved:
-            return _split_halves(_to_torch(tensor, tensor.data, own, self.path), self._interleaved[part])[
-                region
-            ]
+            return _split_halves(_to_torch(tensor, tensor.data, own, self.path), self._interleaved[part])[region]
         rows, *columns = region  # rows are whole in the file; quantized columns are not
         return _to_torch(tensor, tensor.data[rows], own, self.path)[(slice(None), *columns)]
 
 
 def _interleaved_heads(file: GgufFile) -> dict[str, int]:
-    """llama.cpp's "llama" pairs rotary dimensions (0, 1), (2, 3)...; Hugging Face pairs (0, d/2), and so on."""
+    """llama.cpp's "llama" pairs dimensions (0, 1), (2, 3)...; Hugging Face (0, d/2), (1, d/2 + 1)..."""
     if file.architecture != "llama":
         return {}
     heads = file.count("attention.head_count")
@@ -89,7 +85,7 @@ def _interleaved_heads(file: GgufFile) -> dict[str, int]:
 
 
 def _split_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """[heads * head_dim, ...] with each head's rows interleaved -> the same rows, one half after the other."""
+    """[heads * head_dim, ...] with each head's rows interleaved -> one half of them after the other."""
     pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
