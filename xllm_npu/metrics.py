@@ -1,0 +1,203 @@
+"""What the server counts, in Prometheus' text format, under vLLM's names with our prefix `xllm_npu:`.
+
+The master feeds a `Metrics` from the HTTP process's event loop; `/metrics` renders it on the same loop, so there
+are no locks. Feeding costs a bisect and a few additions: a histogram takes n equal observations at once. Knows
+no request and no engine: callers hand in numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "xllm_npu:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+# Bucket bounds: 1, 2, 5 times powers of ten for counts; spacings that resolve an SLO for seconds.
+COUNT_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+PARAM_N_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
+STEP_TOKEN_BOUNDS = tuple(float(2**e) for e in (0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
+TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+               40.0, 80.0, 160.0)
+TOKEN_BOUNDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+                20.0, 40.0, 80.0)
+REQUEST_BOUNDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+                  240.0, 480.0, 960.0, 1920.0)
+
+# name, help, bounds of every histogram; the name is the attribute of `Metrics` too.
+HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("request_prompt_tokens", "Prompt tokens of a finished request.", COUNT_BOUNDS),
+    ("request_generation_tokens", "Generated tokens of a finished request.", COUNT_BOUNDS),
+    ("request_params_n", "The parameter n of a finished request.", PARAM_N_BOUNDS),
+    ("request_params_max_tokens", "The parameter max_tokens of a finished request.", COUNT_BOUNDS),
+    ("iteration_tokens_total", "Tokens processed in one engine step.", STEP_TOKEN_BOUNDS),
+    ("time_to_first_token_seconds", "Arrival to first token.", TTFT_BOUNDS),
+    ("inter_token_latency_seconds", "Time between a sequence's tokens.", TOKEN_BOUNDS),
+    ("request_time_per_output_token_seconds", "A finished request's mean time for each token after the first.",
+     TOKEN_BOUNDS),
+    ("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BOUNDS),
+    ("request_queue_time_seconds", "Arrival to first scheduling.", REQUEST_BOUNDS),
+    ("request_prefill_time_seconds", "First scheduling to first token.", REQUEST_BOUNDS),
+    ("request_decode_time_seconds", "First token to last token.", REQUEST_BOUNDS),
+    ("request_inference_time_seconds", "First scheduling to last token.", REQUEST_BOUNDS),
+)
+
+# name, help, the engine statistic it shows.
+ENGINE_GAUGES = (
+    ("num_requests_running", "Sequences in the running batch.", "running"),
+    ("num_requests_waiting", "Requests waiting to be scheduled.", "waiting"),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+)
+ENGINE_COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries_total"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits_total"),
+    ("num_preemptions", "Sequences preempted.", "preemptions_total"),
+    ("prompt_tokens", "Prompt tokens processed.", "prompt_tokens_total"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens_total"),
+    ("engine_steps", "Engine steps run.", "steps_total"),
+    ("graph_misses", "Decode batches larger than the largest captured graph.", "graph_misses_total"),
+)
+
+
+class Histogram:
+    """Bucket counts over fixed bounds; an observation on a bound belongs to that bound's bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, n: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += n
+        self._sum += value * n
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        names = [*map(str, self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self._counts)))
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+class Metrics:
+    """One server's metrics. `set_model` once the engine is ready; the other methods as things happen."""
+
+    def __init__(self, model_name: str = "") -> None:
+        self._model_name = model_name
+        self._cache_config: dict[str, str] = {}
+        self._engine: dict[str, float] = {}
+        self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._rejections: dict[str, int] = {}
+        # Bound once: these are called for every step of every request.
+        self._observe_interval = self._histograms["inter_token_latency_seconds"].observe
+        self._observe_step = self._histograms["iteration_tokens_total"].observe
+        self._registry = CollectorRegistry()
+        self._registry.register(_View(self))
+
+    def set_model(self, model_name: str, cache_config: Mapping[str, object] | None = None) -> None:
+        """`cache_config` becomes the labels of cache_config_info: block_size, num_kv_blocks, ..."""
+        self._model_name = model_name
+        self._cache_config = {key: str(value) for key, value in (cache_config or {}).items()}
+
+    def set_engine(self, **stats: float) -> None:
+        """The engine's latest statistics, by the field names of EngineStats. Once a step, after the step."""
+        if stats.get("steps_total", -1) != self._engine.get("steps_total") and stats.get("last_step_tokens"):
+            self._observe_step(stats["last_step_tokens"])
+        self._engine = stats
+
+    def on_queued(self, queue_seconds: float, prefill_seconds: float) -> None:
+        """A request's waiting and prefill, known when its first token is."""
+        self._histograms["request_queue_time_seconds"].observe(queue_seconds)
+        self._histograms["request_prefill_time_seconds"].observe(prefill_seconds)
+
+    def on_first_token(self, seconds: float) -> None:
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def on_tokens(self, n: int, interval: float) -> None:
+        """A sequence got n tokens, `interval` seconds after its previous ones."""
+        self._observe_interval(interval / n, n)
+
+    def on_finished(self, reason: str, *, prompt_tokens: int, generation_tokens: int, n: int,
+                    max_tokens: int | None, e2e_seconds: float, first_token_seconds: float | None = None,
+                    queue_seconds: float | None = None) -> None:
+        """A request ended. Times count from its arrival; `first_token_seconds` is None if there was none."""
+        histograms = self._histograms
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        histograms["request_prompt_tokens"].observe(prompt_tokens)
+        histograms["request_generation_tokens"].observe(generation_tokens)
+        histograms["request_params_n"].observe(n)
+        if max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(max_tokens)
+        histograms["e2e_request_latency_seconds"].observe(e2e_seconds)
+        if first_token_seconds is not None:
+            decode_seconds = e2e_seconds - first_token_seconds
+            histograms["request_decode_time_seconds"].observe(decode_seconds)
+            if generation_tokens > n:
+                per_token = decode_seconds * n / (generation_tokens - n)
+                histograms["request_time_per_output_token_seconds"].observe(per_token)
+        if queue_seconds is not None:
+            histograms["request_inference_time_seconds"].observe(e2e_seconds - queue_seconds)
+
+    def on_rejected(self, reason: str) -> None:
+        """A request was turned away at the door."""
+        self._rejections[reason] = self._rejections.get(reason, 0) + 1
+
+    def histogram(self, name: str) -> Histogram:
+        return self._histograms[name]
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def families(self) -> Iterator[Metric]:
+        labels, values = ["model_name"], [self._model_name]
+        for name, text, key in ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            gauge.add_metric(values, self._engine.get(key, 0))
+            yield gauge
+        for name, text, key in ENGINE_COUNTERS:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            counter.add_metric(values, self._engine.get(key, 0))
+            yield counter
+        yield self._by_label("request_success", "Requests finished, by reason.", "finished_reason",
+                             self._finished)
+        yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
+                             self._rejections)
+        for name, text, _ in HISTOGRAMS:
+            histogram = self._histograms[name]
+            family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+            family.add_metric(values, histogram.buckets(), histogram.sum)
+            yield family
+        info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's configuration.",
+                                 labels=[*labels, *self._cache_config])
+        info.add_metric([*values, *self._cache_config.values()], 1)
+        yield info
+
+    def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for key, count in counts.items():
+            family.add_metric([self._model_name, key], count)
+        return family
+
+
+class _View(Collector):
+    """The registry's way in."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.families()

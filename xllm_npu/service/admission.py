@@ -1,0 +1,113 @@
+"""Who may come in: not while the engine loads, drains or is dead, and at most so many generations at once.
+
+`Admission` counts the generations in flight, tells when there are none, and can end them all; the middleware
+beside it applies it before a body is read. Knows nothing of what a request asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from xllm_npu.master.llm_master import EngineStatus
+from xllm_npu.service.errors import ApiError, unavailable
+from xllm_npu.service.watch import Watch
+
+if TYPE_CHECKING:
+    from xllm_npu.master.llm_master import LLMMaster
+
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # and all of /v1/
+LOADING_RETRY_SECONDS = 5
+BUSY_RETRY_SECONDS = 1
+
+
+class Admission:
+    def __init__(self, master: LLMMaster, max_in_flight: int) -> None:
+        self._master = master
+        self._max_in_flight = max_in_flight  # 0: no limit
+        self._watches: set[Watch] = set()
+        self._draining = False
+        self.in_flight = 0
+        self.rejected = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def drain(self) -> None:
+        """From now on every new request gets 503; those in flight go on."""
+        self._draining = True
+
+    def abort_all(self, reason: ApiError) -> None:
+        """End the generations in flight, each with `reason` as its error body or frame."""
+        for watch in list(self._watches):
+            watch.interrupt(reason)
+
+    def engine_error(self) -> ApiError | None:
+        """Why no request can be served now, if so."""
+        status = self._master.status
+        if status is EngineStatus.DEAD:
+            return unavailable(f"The engine has stopped: {self._master.failure or 'unknown cause'}", "engine_dead")
+        if self._draining or status is EngineStatus.DRAINING:
+            return unavailable("The server is shutting down.", "shutting_down")
+        if status is EngineStatus.LOADING:
+            return unavailable("The model is still loading; try again shortly.", "engine_loading",
+                               LOADING_RETRY_SECONDS)
+        return None
+
+    def busy_error(self) -> ApiError | None:
+        if not self._max_in_flight or self.in_flight < self._max_in_flight:
+            return None
+        self.rejected += 1
+        return ApiError(429, f"The server is busy with {self.in_flight} requests, its limit "
+                        "(--max_concurrent_requests); try again shortly.", type="rate_limit_error",
+                        code="rate_limit_exceeded", headers={"Retry-After": str(BUSY_RETRY_SECONDS)})
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self.idle.set()
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """`abort_all` reaches `watch` meanwhile."""
+        self._watches.add(watch)
+        try:
+            yield
+        finally:
+            self._watches.discard(watch)
+
+
+class AdmissionMiddleware:
+    """Applies `Admission` by path, before the body is read; a slot is held until the response has ended."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = get_route_path(scope) if scope["type"] == "http" else ""
+        if not path.startswith("/v1/") and path not in ENGINE_PATHS:
+            await self._app(scope, receive, send)
+            return
+        generates = path in GENERATION_PATHS and scope["method"] == "POST"
+        error = self._admission.engine_error()
+        if error is None and generates:
+            error = self._admission.busy_error()
+        if error is not None:
+            await error.response()(scope, receive, send)
+        elif generates:
+            with self._admission.slot():
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

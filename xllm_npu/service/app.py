@@ -1,0 +1,53 @@
+"""The HTTP application: routes, and the layers that every request passes before it reaches one.
+
+From the outside in: request id, CORS, API key, admission, body limit, error boundary, routes. Refusals therefore
+carry the request's id and CORS headers, and nothing of a body is read for a client that may not come in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from xllm_npu.config.settings import served_model_names
+from xllm_npu.service.admission import Admission, AdmissionMiddleware
+from xllm_npu.service.auth import ApiKeyMiddleware
+from xllm_npu.service.body import BodyLimitMiddleware
+from xllm_npu.service.chat import chat_router
+from xllm_npu.service.completions import completions_router
+from xllm_npu.service.context import ApiContext
+from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
+from xllm_npu.service.health import health_router
+from xllm_npu.service.models import models_router
+from xllm_npu.service.openapi import describe
+from xllm_npu.service.request_id import RequestIdMiddleware
+from xllm_npu.service.tokenize import tokenize_router
+from xllm_npu.version import __version__
+
+if TYPE_CHECKING:
+    from xllm_npu.config.settings import Settings
+    from xllm_npu.master.llm_master import LLMMaster
+
+
+def create_app(master: LLMMaster, settings: Settings, admission: Admission | None = None) -> FastAPI:
+    service = settings.service
+    admission = admission or Admission(master, service.max_concurrent_requests)
+    context = ApiContext(master, admission, served_model_names(settings))
+    app = FastAPI(title="xllm-npu", version=__version__, root_path=service.root_path)
+    for router in (chat_router, completions_router, models_router, health_router, tokenize_router):
+        app.include_router(router(context))
+    add_error_handlers(app)
+    # Added from the inside out.
+    app.add_middleware(ErrorBoundary)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=service.max_body_bytes)
+    app.add_middleware(AdmissionMiddleware, admission=admission)
+    if service.api_key:
+        app.add_middleware(ApiKeyMiddleware, api_keys=service.api_key)
+    if service.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
+                           allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+    app.add_middleware(RequestIdMiddleware)
+    describe(app)
+    return app

@@ -1,0 +1,106 @@
+"""What the operator sees while the server starts: each long step's progress, then one screen of facts and the URL.
+
+On a terminal, rich bars and a table; elsewhere plain lines, few enough for a log. Writes to stderr, so that
+stdout stays free for whoever pipes it. Knows nothing of the engine but its messages.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from xllm_npu.state.messages import EngineProgress, EngineReady
+from xllm_npu.version import __version__
+
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class StartupScreen:
+    """A context manager around the loading phase; `on_progress` may be called any number of times."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream, stderr=stream is None)
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._quarters: dict[str, int] = {}  # plain lines: the last quarter told of each stage
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._progress = Progress(TextColumn("{task.description}"), BarColumn(),
+                                      TextColumn("{task.fields[amount]}"), TimeElapsedColumn(),
+                                      console=self._console)
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def on_progress(self, progress: EngineProgress) -> None:
+        if self._progress is not None:
+            self._draw(self._progress, progress)
+        else:
+            self._tell(progress)
+
+    def show_ready(self, info: EngineReady, model_names: tuple[str, ...], url: str) -> None:
+        rows = facts(info, model_names, url)
+        if not self._console.is_terminal:
+            for name, value in rows:
+                self._line(f"{name}: {value}")
+            return
+        table = Table(title=f"xllm-npu {__version__}", show_header=False, title_justify="left")
+        for name, value in rows:
+            table.add_row(name, value)
+        self._console.print(table)
+
+    def _draw(self, bars: Progress, progress: EngineProgress) -> None:
+        total = progress.total or None
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = bars.add_task(progress.stage, total=total, amount="")
+        bars.update(self._tasks[progress.stage], completed=progress.done, total=total, amount=amount(progress))
+
+    def _tell(self, progress: EngineProgress) -> None:
+        quarter = 4 * progress.done // progress.total if progress.total else 0
+        if self._quarters.get(progress.stage, -1) < quarter:
+            self._quarters[progress.stage] = quarter
+            self._line(" ".join(part for part in (progress.stage, amount(progress)) if part))
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tuple[str, str]]:
+    tokens = info.num_kv_blocks * info.block_size
+    sizes = info.graph_sizes
+    return [
+        ("Platform", f"{info.platform}, {info.device}"),
+        ("Model", f"{', '.join(model_names)} ({info.architecture}), {info.dtype}, {byte_text(info.weight_bytes)}"),
+        ("Context", f"{info.max_model_len:,} tokens"),
+        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size}: {tokens:,} tokens, "
+                     f"{byte_text(info.kv_cache_bytes)}"),
+        ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step"),
+        ("Graphs", ", ".join(map(str, sizes)) if sizes else "off"),
+        ("Loaded in", f"{info.load_seconds:.1f} s"),
+        ("Serving at", url),
+    ]
+
+
+def amount(progress: EngineProgress) -> str:
+    if not progress.total:
+        return f"{progress.done:,} {progress.unit}".strip() if progress.done else ""
+    if progress.unit in ("B", "bytes"):
+        return f"{byte_text(progress.done)} of {byte_text(progress.total)}"
+    return f"{progress.done:,} of {progress.total:,} {progress.unit}".strip()
+
+
+def byte_text(count: float) -> str:
+    unit = 0
+    while count >= 1024 and unit < len(BYTE_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:.0f} {BYTE_UNITS[unit]}" if unit == 0 else f"{count:.1f} {BYTE_UNITS[unit]}"

@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize: what the model's tokenizer and chat template make of a text or of messages."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from xllm_npu.service.body import read_json
+from xllm_npu.service.chat_prompt import encode_messages
+from xllm_npu.service.context import ApiContext
+from xllm_npu.service.protocol import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse
+from xllm_npu.service.replies import DetokenizeReply, TokenizeReply, json_response
+from xllm_npu.state.sampling_params import InvalidParameter
+
+
+def tokenize_router(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+    master = context.master
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        raw = await read_json(request)
+        body: TokenizeChatBody | TokenizeBody
+        if "messages" in raw:
+            body = parse(TokenizeChatBody, raw)
+            context.check_model(body.model)
+            tokens = await encode_messages(master, body)
+        else:
+            body = parse(TokenizeBody, raw)
+            context.check_model(body.model)
+            tokens = await master.encode(body.prompt, body.add_special_tokens is not False)
+        strings = [master.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return json_response(TokenizeReply(len(tokens), context.info.max_model_len, tokens, strings))
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse(DetokenizeBody, await read_json(request))
+        context.check_model(body.model)
+        for token in body.tokens:
+            if not 0 <= token < context.info.vocab_size:
+                raise InvalidParameter("tokens", f"tokens has token id {token}, which is not in the vocabulary "
+                                       f"(0 to {context.info.vocab_size - 1}).")
+        return json_response(DetokenizeReply(await master.decode(body.tokens)))
+
+    return router

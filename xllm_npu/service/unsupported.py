@@ -1,0 +1,67 @@
+"""Request fields that this version knows and cannot honour: refused by name rather than silently dropped.
+
+Each entry says which values ask for nothing and therefore pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xllm_npu.state.sampling_params import InvalidParameter
+
+Harmless = Callable[[Any], bool]
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _text_format(value: Any) -> bool:
+    return not value or (isinstance(value, dict) and value.get("type") == "text")
+
+
+def _no_tool(value: Any) -> bool:
+    # "auto" without tools chooses none; tools themselves are refused under their own name.
+    return not value or value in ("none", "auto")
+
+
+def _neutral_length_penalty(value: Any) -> bool:
+    return value is None or value == 1
+
+
+def _text_only(value: Any) -> bool:
+    return not value or value == ["text"]
+
+
+UNSUPPORTED: Mapping[str, Harmless] = {
+    "tools": _off,
+    "tool_choice": _no_tool,
+    "functions": _off,
+    "function_call": _no_tool,
+    "response_format": _text_format,
+    "structured_outputs": _off,
+    "guided_json": _off,
+    "guided_regex": _off,
+    "guided_choice": _off,
+    "guided_grammar": _off,
+    "use_beam_search": _off,
+    "length_penalty": _neutral_length_penalty,
+    "suffix": _off,
+    "prompt_embeds": _off,
+    "audio": _off,
+    "modalities": _text_only,
+    "mm_processor_kwargs": _off,
+    "media_io_kwargs": _off,
+    "chat_template": _off,  # the template is the operator's choice: a client's could run for ever
+    "thinking_token_budget": lambda value: value is None,
+    "repetition_detection": _off,
+    "kv_transfer_params": _off,
+    "return_prompt_text": _off,
+}
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name in UNSUPPORTED.keys() & body.keys():
+        if not UNSUPPORTED[name](body[name]):
+            raise InvalidParameter(name, f"{name} is not supported in this version.")
