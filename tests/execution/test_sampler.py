@@ -332,8 +332,15 @@ def test_nan_counts_as_minus_infinity_and_plus_infinity_wins(temperature: float,
     assert one(p, torch.tensor([-inf, -inf, -inf]), host_reads)[1]
 
 
-def test_a_bad_row_fails_alone() -> None:
+def test_a_bad_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = 600
+    draw = sampler_module._inverse_cdf
+
+    def careless(weights: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
+        # A device whose argmax makes something else of NaN than the CPU's.
+        return torch.where(weights.isnan().any(1), 10**6, draw(weights, pair))
+
+    monkeypatch.setattr(sampler_module, "_inverse_cdf", careless)
     logits = torch.zeros(4, vocab)
     logits[1] = float("nan")
     logits[:, 300] = torch.tensor([50.0, float("nan"), 50.0, 50.0])
@@ -361,7 +368,13 @@ def test_a_bad_row_fails_alone() -> None:
 def test_extreme_settings_come_down_to_the_most_likely_token(params: SamplingParams) -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(3))
     assert one(params, logits) == (int(logits.argmax()), False)
-    assert one(params, logits * 1e37)[1] is False  # dividing overflows
+
+
+@pytest.mark.parametrize("host_reads", [True, False])
+def test_a_quotient_that_overflows_still_wins(host_reads: bool) -> None:
+    logits = torch.full((500,), 1.0)
+    logits[100] = 3e38
+    assert one(SamplingParams(temperature=2e-5, top_p=0.9), logits, host_reads) == (100, False)
 
 
 def test_top_k_beyond_the_vocabulary_is_no_filter() -> None:
