@@ -194,7 +194,8 @@ def print_tables(report: dict[str, Any]) -> None:
         ]
     rows.sort(key=lambda row: list(runs).index(row[0]))
     print(
-        "\nTimes in ms; medians over the rounds; `first` is the first request sent, alone (right after start, if started here).\n"
+        "\nTimes in ms; medians over the rounds. `first` is the first request sent, alone"
+        " (right after start, if started here).\n"
     )
     print("\n".join(table(["workload", "server", *COLUMNS], rows)))
     if "ratios" in report:
