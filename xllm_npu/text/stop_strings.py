@@ -4,7 +4,8 @@ Contract: the text is read as one stream of characters, however it is cut into p
 first character that completes a stop string (if it completes several, the longest counts); what was returned
 before that, joined, is the text up to the stop string's beginning, or to its end with `include_stop`. An
 Aho-Corasick automaton makes this linear in the text, whatever the stop strings are; text that has no first
-character of a stop string in it costs one regular expression search. Knows nothing of tokens. """
+character of a stop string in it costs one regular expression search. Knows nothing of tokens.
+"""
 
 import re
 from collections import deque

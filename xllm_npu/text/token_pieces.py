@@ -4,7 +4,8 @@ Almost every tokenizer of a generative model decodes token by token: the text of
 pieces in a row. `TextForm` says which of the two known ways a tokenizer joins them, `PieceTable` holds the
 pieces (made when first asked for, shared by all sequences). A tokenizer that decodes in some other way has no
 pieces, `TextForm.kind` is OPAQUE, and `detokenizer` falls back to decoding windows of tokens. Knows nothing
-of sequences and streams. """
+of sequences and streams.
+"""
 
 import json
 import re
@@ -26,7 +27,8 @@ class TextForm:
     """How a tokenizer's decoder turns tokens into text.
 
     BYTES: tokens are written in the printable alphabet of byte-level BPE; their bytes in a row are decoded as
-    UTF-8. PIECES: tokens are text (SentencePiece); `<0xAB>` tokens are bytes when `byte_fallback` is set. """
+    UTF-8. PIECES: tokens are text (SentencePiece); `<0xAB>` tokens are bytes when `byte_fallback` is set.
+    """
 
     kind: str
     replacements: tuple[tuple[str, str], ...] = ()  # PIECES: done in each token, in order

@@ -37,7 +37,8 @@ class Tokenizer:
 
     Attributes: `vocab_size` (largest id + 1, added tokens included), `eos_token_id`, `bos_token_id` (None if
     the model has none), `special_ids`, `special_tokens` (name to text, for chat templates), `chat_template`
-    (the model's own: source, or sources by name; None if it has none). """
+    (the model's own: source, or sources by name; None if it has none).
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -54,7 +55,7 @@ class Tokenizer:
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._use_form(text_form(self._backend))
         if self._form.kind != OPAQUE and not self._pieces_are_right():
-            log.warning("The tokenizer in %s decodes in its own way; streaming takes the slower path.", directory)
+            log.warning("%s: an unusual tokenizer; streaming takes the slower path.", directory)
             self._use_form(TextForm(OPAQUE))
 
     def _use_form(self, form: TextForm) -> None:
@@ -72,17 +73,29 @@ class Tokenizer:
         """Token ids of `text`. Raises InvalidParameter('prompt', ...) for text that is not valid Unicode."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as e:
-            raise InvalidParameter("prompt", f"The text has a lone surrogate ({e.object[e.start]!a}), "
-                                             "which is not valid Unicode.") from None
+        except TypeError:  # the backend's word for a str that is no Unicode text
+            lone = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+            if lone is None:
+                raise
+            message = f"The text has a lone surrogate ({lone!a}), which is not valid Unicode."
+            raise InvalidParameter("prompt", message) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the whole sequence; ids that no token has add nothing."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push_all(ids) + detokenizer.flush()
 
-    def detokenizer(self, prompt: Sequence[int] = (), skip_special_tokens: bool = True,
-                    spaces_between_special_tokens: bool = True) -> Detokenizer:
+    @property
+    def prompt_matters(self) -> bool:
+        """Whether `detokenizer` needs to know the prompt."""
+        return self._form.kind == OPAQUE or self._form.depends_on_start
+
+    def detokenizer(
+        self,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
         """A detokenizer for the tokens that follow `prompt`."""
         pieces = self._plain if skip_special_tokens else self._all
         if self._form.kind == BYTES:
@@ -119,8 +132,10 @@ def _load(directory: Path) -> Any:
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory.")
     if not any((directory / name).is_file() for name in _FILES):
-        raise TokenizerError(f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there. "
-                             "Copy the tokenizer files of the model into it.")
+        raise TokenizerError(
+            f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there. "
+            "Copy the tokenizer files of the model into it."
+        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     try:
@@ -136,6 +151,8 @@ def _load(directory: Path) -> Any:
         except Exception as second:
             raise TokenizerError(f"{directory}/tokenizer.json cannot be loaded: {second}") from second
     if getattr(hf, "backend_tokenizer", None) is None:
-        raise TokenizerError(f"The tokenizer in {directory} ({type(hf).__name__}) has no fast form. "
-                             "Convert it to a tokenizer.json with transformers.")
+        raise TokenizerError(
+            f"The tokenizer in {directory} ({type(hf).__name__}) has no fast form. "
+            "Convert it to a tokenizer.json with transformers."
+        )
     return hf
