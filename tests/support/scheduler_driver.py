@@ -1,0 +1,69 @@
+"""Drives a Scheduler over a ScriptedWorker, plain or overlapped, and collects what clients would hear."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tests.support.scripted_worker import ScriptedWorker
+from xllm_npu.execution.step_message import StepInput, build_step_input
+from xllm_npu.scheduling.options import SchedulerOptions
+from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.messages import AddRequest, Finished, StepOutputs, sequence_key
+from xllm_npu.state.sampling_params import SamplingParams
+
+
+def add_request(request_id: int, prompt, **params) -> AddRequest:
+    extra = {k: params.pop(k) for k in ("priority", "offline", "cache_salt", "ttft_slo_ms", "tpot_slo_ms") if k in params}
+    return AddRequest(request_id=request_id, external_id=f"r{request_id}", prompt=np.array(prompt, np.int32).tobytes(),
+                      params=SamplingParams(**params), arrival_time=0.0, **extra)
+
+
+class Driver:
+    def __init__(self, overlap: bool = False, vocab: int = 1000, **options) -> None:
+        defaults = dict(max_seqs=8, max_tokens=64, max_model_len=128, num_blocks=40, block_size=4)
+        self.options = SchedulerOptions(**{**defaults, **options})
+        self.scheduler = Scheduler(self.options)
+        self.worker = ScriptedWorker(self.options.num_blocks, self.options.block_size, self.options.max_seqs, vocab)
+        self.depth = 1 if overlap else 0
+        self.queue: deque[StepInput] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, Finished] = {}
+        self.largest_step = 0
+
+    def step(self) -> bool:
+        """One turn of the loop: schedule, and process when the pipeline is full. False when nothing is left."""
+        group = self.scheduler.schedule()
+        if group is not None:
+            batch = group.batches[0]
+            self.largest_step = max(self.largest_step, batch.num_tokens)
+            self.queue.append(build_step_input(batch, group.tables[0], self.options.block_size))
+        if self.queue and (len(self.queue) > self.depth or group is None):
+            self.hear(self.scheduler.process(self.worker.execute(self.queue.popleft())))
+        elif group is None:
+            pending = self.scheduler.pending_outputs()
+            if pending is not None:
+                self.hear(pending)
+            assert not self.scheduler.requests, "requests are left, and nothing can be scheduled"
+        return bool(self.scheduler.has_work)
+
+    def hear(self, outputs: StepOutputs) -> None:
+        for key, token in zip(outputs.key_array().tolist(), outputs.token_array().tolist()):
+            assert key not in self.finished, "a token after the end"
+            self.tokens.setdefault(key, []).append(token)
+        for end in outputs.finished:
+            assert end.key not in self.finished, "ended twice"
+            self.finished[end.key] = end
+
+    def run(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            self.scheduler.check_integrity()
+            if not self.step():
+                break
+        else:
+            raise AssertionError(f"not done after {limit} steps")
+        self.scheduler.check_integrity()
+
+    def output(self, request_id: int, index: int = 0) -> list[int]:
+        return self.tokens.get(sequence_key(request_id, index), [])

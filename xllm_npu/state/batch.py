@@ -1,0 +1,77 @@
+"""The work of one step: which rows run, how many tokens of each, which positions are sampled.
+
+Made by the scheduler, read by the engine (which adds token ids and block tables from the `BatchTable`) and by the
+scheduler again when the step's result arrives. A `BatchGroup` holds one batch for each data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from xllm_npu.state.batch_table import BatchTable
+from xllm_npu.state.messages import Logprobs
+from xllm_npu.state.sampling_params import SamplingParams
+
+I32 = npt.NDArray[np.int32]
+
+
+class RowAdmission(msgspec.Struct, array_like=True, kw_only=True):
+    """What the worker must know to sample for a row; sent with the row's first step after each admission."""
+
+    row: int
+    sequence_index: int
+    params: SamplingParams
+    stop_ids: list[int]  # suppressed until min_tokens; EOS included
+    prompt: bytes = b""  # int32; only if a penalty or bad word looks at it
+    output: bytes = b""  # int32; tokens generated before a preemption, likewise
+    request_id: int = 0  # with the sequence index: the base of an unseeded request's random numbers
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """B rows, those with one decode token first."""
+
+    step_id: int
+    rows: I32  # [B] distinct
+    start: I32  # [B] first position computed in this step
+    num_new: I32  # [B] tokens computed in this step
+    num_decodes: int  # rows[:num_decodes] each decode one token
+    sample_source: I32  # [S] index into rows whose last position is sampled
+    sample_rows: I32  # [S] row that receives the token; differs from the source's for a fork
+    sample_output: I32  # [S] tokens the receiving sequence has generated before this one
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, copied in order before the forward pass
+    admitted: list[RowAdmission] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)  # rows whose worker-side state ends before this step
+    prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)  # (index into rows, k)
+    scheduled_at: float = 0.0  # monotonic
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new.sum())
+
+
+@dataclass(slots=True, eq=False)
+class BatchGroup:
+    """One step over the data-parallel ranks. `table` is the rows that `batches` speak of."""
+
+    batches: list[Batch]
+    tables: list[BatchTable]
+
+
+class StepResult(msgspec.Struct, array_like=True, kw_only=True):
+    """What one worker step produced; arrays as raw bytes, so that a process can sit between."""
+
+    step_id: int
+    tokens: bytes = b""  # int32 [S], in the order of Batch.sample_rows
+    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # index into sample_rows
+    prompt_logprobs: dict[int, list[Logprobs]] = msgspec.field(default_factory=dict)  # row -> one a position
+    failed: list[int] = msgspec.field(default_factory=list)  # indices into sample_rows without a usable distribution
+    seconds: float = 0.0
+    graph_miss: bool = False
+
+    def token_array(self) -> I32:
+        return np.frombuffer(self.tokens, np.int32)

@@ -1,0 +1,83 @@
+"""Finding blocks whose content a new prompt can reuse: chained hashes of full blocks.
+
+The hash of a block is xxh3-128(hash of the block before it || its token ids as int32), seeded; the chain starts from
+a root that depends on the request's salt, so that requests with different salts never share. Because xxh3 is fast
+but not collision-resistant against an adversary, a hit also compares the block's own token ids.
+Format: the same chain as the reference system (xxh3-128, seed 1024 by default).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from xllm_npu.state.kv_cache.block_pool import BlockPool
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Counters since start, in tokens."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+class PrefixCache:
+    """The index over one `BlockPool`. With `enabled` false nothing is ever found or kept."""
+
+    def __init__(self, pool: BlockPool, block_size: int, seed: int, enabled: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.stats = PrefixStats()
+        self._seed = seed
+        self._tokens: dict[bytes, bytes] = {}  # digest -> the block's token ids, for the comparison on a hit
+
+    def root(self, salt: str) -> bytes:
+        return xxhash.xxh3_128_digest(salt.encode(), seed=self._seed)
+
+    def extend_chain(self, chain: list[bytes], root: bytes, tokens: Tokens, num_tokens: int) -> None:
+        """Append the hashes of the full blocks of tokens[:num_tokens] that `chain` does not have yet."""
+        size = self.block_size
+        for start in range(len(chain) * size, num_tokens - size + 1, size):
+            parent = chain[-1] if chain else root
+            chain.append(xxhash.xxh3_128_digest(parent + tokens[start : start + size].tobytes(), seed=self._seed))
+
+    def match(self, chain: list[bytes], tokens: Tokens, limit: int) -> list[int]:
+        """Blocks for the longest indexed prefix, at most `limit` blocks; takes no reference."""
+        blocks: list[int] = []
+        if not self.enabled:
+            return blocks
+        size = self.block_size
+        for i, digest in enumerate(chain[:limit]):
+            block = self.pool.lookup(digest)
+            if block is None or self._tokens.get(digest) != tokens[i * size : (i + 1) * size].tobytes():
+                break
+            blocks.append(block)
+        return blocks
+
+    def count(self, queried_tokens: int, hit_tokens: int) -> None:
+        self.stats.queries += queried_tokens
+        self.stats.hits += hit_tokens
+
+    def index(self, block: int, digest: bytes, tokens: Tokens) -> None:
+        """Make a full block findable; `tokens` are its own block_size token ids."""
+        if self.enabled and self.pool.index(block, digest):
+            self._tokens[digest] = tokens.tobytes()
+            if len(self._tokens) > 2 * self.pool.num_blocks:  # evictions leave entries behind; sweep now and then
+                self._tokens = {d: t for d, t in self._tokens.items() if self.pool.lookup(d) is not None}
+
+    def reset(self) -> int:
+        """Forget everything (weights changed); returns the number of blocks forgotten."""
+        self._tokens.clear()
+        return self.pool.drop_index()
+
+    def check_integrity(self) -> None:
+        for digest in self.pool._block_of:
+            assert digest in self._tokens, "an indexed block has no token ids"
+            assert len(self._tokens[digest]) == 4 * self.block_size
