@@ -1,0 +1,175 @@
+"""What every platform plugin promises, run against each one that can be used here."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from xllm_platform import registry
+from xllm_platform.base import Availability, Capabilities, Graph, Platform, PlatformError
+
+BUILT_IN = ("cpu", "npu", "cuda")
+
+
+@pytest.fixture(params=BUILT_IN)
+def plugin(request: pytest.FixtureRequest) -> Platform:
+    available = registry.probe(request.param)
+    if not available.ok:
+        pytest.skip(available.reason)
+    platform = registry.select(request.param)
+    platform.set_device(0)
+    return platform
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_probe_answers_without_raising_and_says_why_not(name: str) -> None:
+    available = registry.load(name).probe()
+    assert isinstance(available, Availability)
+    assert available.ok or len(available.reason) > 10
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_class_attributes(name: str) -> None:
+    plugin = registry.load(name)
+    assert plugin.name == name
+    assert plugin.device_type == name
+    assert plugin.collective_backend in {"gloo", "hccl", "nccl"}
+
+
+def test_capabilities_are_consistent(plugin: Platform) -> None:
+    caps = plugin.capabilities
+    assert isinstance(caps, Capabilities)
+    assert caps.graph in {"none", "compile", "capture"}
+    assert caps.dtypes
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in caps.dtypes)
+    assert caps.attention_backends
+    assert caps.default_block_size >= 16
+    assert caps.default_block_size % 16 == 0
+    assert list(caps.default_graph_sizes) == sorted(set(caps.default_graph_sizes))
+    assert caps.default_graph_sizes[0] == 1
+
+
+def test_devices(plugin: Platform) -> None:
+    assert plugin.device_count() >= 1
+    assert plugin.device().type == plugin.device_type
+    assert plugin.device_name().strip()
+    for wrong in (-1, plugin.device_count()):
+        with pytest.raises(PlatformError, match=str(wrong)):
+            plugin.set_device(wrong)
+
+
+def test_tensors_live_on_the_device(plugin: Platform) -> None:
+    x = torch.arange(8, device=plugin.device())
+    plugin.synchronize()
+    assert (x * 2).sum().item() == 56
+
+
+def test_memory_info(plugin: Platform) -> None:
+    memory = plugin.memory_info()
+    assert 0 < memory.free <= memory.total
+    assert memory.total > 64 << 20  # bytes, not pages or megabytes
+
+
+def test_memory_info_follows_allocation(plugin: Platform) -> None:
+    size, taken = 256 << 20, []
+    for _ in range(5):  # other processes of the machine may give memory back in between, but not every time
+        before = plugin.memory_info().free
+        block = torch.ones(size, dtype=torch.uint8, device=plugin.device())  # touched, so resident
+        plugin.synchronize()
+        taken.append(before - plugin.memory_info().free)
+        del block
+        plugin.empty_cache()
+    assert max(taken) > size // 2
+
+
+def test_allocator_stats(plugin: Platform) -> None:
+    before = plugin.allocator_stats()
+    block = torch.ones(32 << 20, dtype=torch.uint8, device=plugin.device())
+    during = plugin.allocator_stats()
+    assert during.reserved >= during.allocated >= 0
+    assert during.peak_reserved >= during.reserved
+    if during.allocated:  # this platform has a caching allocator
+        assert during.allocated - before.allocated >= 32 << 20
+        del block
+        gc.collect()
+        plugin.empty_cache()
+        assert plugin.allocator_stats().reserved <= during.reserved
+    else:
+        assert during == before
+
+
+def test_seed_repeats_random_numbers(plugin: Platform) -> None:
+    plugin.manual_seed(7)
+    first = torch.rand(16, device=plugin.device())
+    second = torch.rand(16, device=plugin.device())
+    plugin.manual_seed(7)
+    assert torch.equal(torch.rand(16, device=plugin.device()), first)
+    assert not torch.equal(first, second)
+
+
+def test_streams_and_events_are_there_exactly_if_promised(plugin: Platform) -> None:
+    if not plugin.capabilities.streams:
+        with pytest.raises(PlatformError, match=r"capabilities\.streams"):
+            plugin.new_stream()
+        with pytest.raises(PlatformError, match=r"capabilities\.streams"):
+            plugin.new_event()
+        return
+    producer, consumer, written = plugin.new_stream(), plugin.new_stream(), plugin.new_event()
+    x = torch.zeros(1 << 20, device=plugin.device())
+    plugin.synchronize()
+    with producer.context():
+        for _ in range(50):
+            x += 1
+        written.record(producer)
+    consumer.wait_event(written)
+    with consumer.context():
+        y = x * 2
+    consumer.synchronize()
+    assert written.query()
+    written.synchronize()
+    producer.synchronize()
+    assert y.eq(100).all()
+
+
+class Doubler(torch.nn.Module):
+    """The smallest model with decoder layers."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([self.Layer(), self.Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_graph_replays_on_the_current_contents_of_its_buffers(plugin: Platform) -> None:
+    if plugin.capabilities.graph == "none":
+        with pytest.raises(PlatformError, match=r"capabilities\.graph"):
+            plugin.graph_backend()
+        return
+    backend, model = plugin.graph_backend(), Doubler()
+    backend.prepare_model(model)
+    graphs: dict[int, tuple[torch.Tensor, Graph]] = {}
+    with torch.inference_mode():
+        for size in (4, 2):
+            buffer = torch.zeros(size, device=plugin.device())
+            graphs[size] = buffer, backend.capture(lambda buffer=buffer: model(buffer))
+        for size, (buffer, graph) in graphs.items():
+            for value in (3.0, -1.0):
+                buffer.fill_(value)
+                output = graph.replay()
+                plugin.synchronize()
+                assert output.tolist() == [value * 4 + 3] * size
+
+
+def test_inference_context_can_be_nested_and_repeated(plugin: Platform) -> None:
+    for _ in range(2):
+        with plugin.inference_context(), plugin.inference_context():
+            assert torch.ones(2, device=plugin.device()).sum().item() == 2
