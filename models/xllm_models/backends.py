@@ -1,0 +1,54 @@
+"""The one place that binds a device to its operators and attention backends, by name.
+
+A platform names its operator set and its attention backends in `Capabilities`; a third party registers its own with
+`register_ops` and `register_attention`. Targets are "module:attribute" strings, imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from xllm_models.attention.base import AttentionBackend
+
+_OPS = {
+    "torch": "xllm_models.ops.torch_ops",
+    "cpu": "xllm_models.ops.cpu_ops",
+    "npu": "xllm_models.ops.npu_ops",
+    "cuda": "xllm_models.ops.cuda_ops",
+}
+_ATTENTION = {
+    "torch": "xllm_models.attention.torch_attention:TorchAttention",
+    "numba": "xllm_models.attention.cpu_attention:CpuAttention",
+    "npu": "xllm_models.attention.npu_attention:NpuAttention",
+    "cuda": "xllm_models.attention.cuda_attention:CudaAttention",
+}
+
+
+class UnknownBackendError(ValueError):
+    """No operator set or attention backend of this name; the message lists those there are."""
+
+
+def register_ops(name: str, module: str) -> None:
+    """`module` has the functions of xllm_models.ops.torch_ops."""
+    _OPS[name] = module
+
+
+def register_attention(name: str, target: str) -> None:
+    """`target` is "module:Class" of an AttentionBackend whose constructor takes an AttentionSpec."""
+    _ATTENTION[name] = target
+
+
+def get_ops(name: str) -> ModuleType:
+    return importlib.import_module(_find(_OPS, name, "operator set"))
+
+
+def get_attention(name: str) -> type[AttentionBackend]:
+    module, _, attribute = _find(_ATTENTION, name, "attention backend").partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def _find(registry: dict[str, str], name: str, kind: str) -> str:
+    if name not in registry:
+        raise UnknownBackendError(f"There is no {kind} {name!r}; known: {', '.join(sorted(registry))}.")
+    return registry[name]

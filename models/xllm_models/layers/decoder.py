@@ -1,0 +1,146 @@
+"""One transformer layer: attention and a gated MLP, each behind an RMS norm, with the residual carried beside.
+
+Everything that differs between layers of a model is in buffers, not in Python values, so that torch.compile traces
+the layer once for all depths. Knows the attention backend by its interface only, and no checkpoint but its names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from xllm_models.attention.base import AttentionBackend, LayerAttention
+from xllm_models.config import ModelConfig
+from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
+from xllm_models.layers.sharding import Shard
+from xllm_models.placement import Placement
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float, *, ops: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps, self.ops = eps, ops
+        self.weight = empty_parameter((width,), dtype, device)
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        return {f"{name}.weight": Placement(self.weight, tuple(self.weight.shape))}
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), [T, hidden] both; the first norm of a model has no residual yet."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Projections, head norms, rotation, and the backend's attention."""
+
+    handle: torch.Tensor
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, **kind: object) -> None:
+        super().__init__()
+        self.ops: ModuleType = kind["ops"]  # type: ignore[assignment]
+        self.num_heads, self.num_kv_heads, self.head_dim = shard.num_heads, shard.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+        windows = config.layer_sliding_windows
+        self.spec = LayerAttention(layer, config.head_dim**-0.5, windows[layer] if windows else 0)
+        self.backend: AttentionBackend | None = None
+        group = shard.group
+        self.qkv = FusedColumnLinear(config.hidden_size, [
+            ("q_proj", config.num_heads * config.head_dim, group.rank, group.size),
+            ("k_proj", config.num_kv_heads * config.head_dim, shard.kv_index, shard.kv_count),
+            ("v_proj", config.num_kv_heads * config.head_dim, shard.kv_index, shard.kv_count),
+        ], config.attention_bias, **kind)  # type: ignore[arg-type]
+        self.output = RowLinear(config.num_heads * config.head_dim, config.hidden_size, config.attention_output_bias,
+                                group, **kind)  # type: ignore[arg-type]
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            dtype, device = self.qkv.weight.dtype, self.qkv.weight.device
+            self.q_norm = empty_parameter((config.head_dim,), dtype, device)
+            self.k_norm = empty_parameter((config.head_dim,), dtype, device)
+        number = next(_numbers)
+        self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
+        _layers[number] = self
+
+    def placements(self, prefix: str) -> dict[str, Placement]:
+        found = self.qkv.placements(prefix) | self.output.placements(f"{prefix}o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            found[f"{prefix}q_norm.weight"] = Placement(self.q_norm, (self.head_dim,))
+            found[f"{prefix}k_norm.weight"] = Placement(self.k_norm, (self.head_dim,))
+        return found
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        qkv = self.ops.rotary(self.qkv(x), positions, cos_sin, self.num_heads, self.num_kv_heads, self.q_norm,
+                              self.k_norm, self.eps)
+        if torch.compiler.is_compiling():
+            return self.output(torch.ops.xllm_models.attention(qkv, self.handle, self.num_heads * self.head_dim))
+        return self.output(self.attend(qkv))
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv [T, (H + 2K) * E], rotated -> [T, H * E]."""
+        assert self.backend is not None, "bind_attention comes before the first forward"
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return self.backend.forward(self.spec, query, key, value)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig, shard: Shard, **kind: object) -> None:
+        super().__init__()
+        self.ops: ModuleType = kind["ops"]  # type: ignore[assignment]
+        self.activation = self.ops.ACTIVATIONS[config.hidden_act]
+        group = shard.group
+        self.gate_up = FusedColumnLinear(config.hidden_size, [
+            ("gate_proj", config.intermediate_size, group.rank, group.size),
+            ("up_proj", config.intermediate_size, group.rank, group.size),
+        ], config.mlp_bias, **kind)  # type: ignore[arg-type]
+        self.down = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, group,
+                              **kind)  # type: ignore[arg-type]
+
+    def placements(self, prefix: str) -> dict[str, Placement]:
+        return self.gate_up.placements(prefix) | self.down.placements(f"{prefix}down_proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.ops.act_and_mul(self.gate_up(x), self.activation))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, **kind: object) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
+        self.attention = Attention(config, layer, shard, **kind)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
+        self.mlp = GatedMLP(config, shard, **kind)
+
+    def placements(self, prefix: str) -> dict[str, Placement]:
+        return (self.input_norm.placements(f"{prefix}input_layernorm")
+                | self.attention.placements(f"{prefix}self_attn.")
+                | self.mlp_norm.placements(f"{prefix}post_attention_layernorm")
+                | self.mlp.placements(f"{prefix}mlp."))
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden and residual [T, hidden] -> the same; their sum is the layer's output."""
+        normed, residual = self.input_norm(hidden, residual)
+        hidden, residual = self.mlp_norm(self.attention(normed, positions, cos_sin), residual)
+        return self.mlp(hidden), residual
+
+
+_numbers = itertools.count()
+_layers: WeakValueDictionary[int, Attention] = WeakValueDictionary()
+
+
+@torch.library.custom_op("xllm_models::attention", mutates_args=())
+def _attention(qkv: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:
+    """Writes the layer's cache, which no traced code reads. A number in a tensor stands for the layer."""
+    return _layers[int(handle)].attend(qkv)
+
+
+@_attention.register_fake
+def _(qkv: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], width)

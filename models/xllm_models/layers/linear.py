@@ -1,0 +1,127 @@
+"""Linear layers cut over tensor-parallel ranks, and where their checkpoint tensors go.
+
+Column-parallel layers split outputs, row-parallel ones split inputs and sum over ranks; fused layers hold several
+checkpoint matrices below each other. Weights are allocated without being initialised. `finalize()` exchanges the
+plain weight for the operator set's packed form, if it has one; `allocate()` brings an empty plain one back, to be
+loaded again. Knows no architecture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from xllm_platform.collectives import all_reduce
+from xllm_platform.parallel import Group
+
+from xllm_models.placement import Placement
+
+
+class ParallelLinear(nn.Module):
+    """y = x W^T + b on this rank's part. in_features and out_features are this rank's."""
+
+    handle: torch.Tensor
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, *, ops: ModuleType, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.ops = in_features, out_features, ops
+        self._empty = {"dtype": dtype, "device": device}
+        self.weight = empty_parameter((out_features, in_features), dtype, device)
+        self.bias = empty_parameter((out_features,), dtype, device) if bias else None
+        self.packed: torch.Tensor | None = None
+        self.adds_bias = True
+        number = next(_numbers)
+        self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
+        _layers[number] = self
+
+    def finalize(self) -> None:
+        self.packed = self.ops.pack_linear(self.weight)
+        if self.packed is not None:
+            self.weight.data = self.weight.data.new_empty(0)
+
+    def allocate(self) -> None:
+        """A plain weight to load into, after `finalize` has dropped it."""
+        self.packed = None
+        self.weight.data = torch.empty(self.out_features, self.in_features, **self._empty)  # type: ignore[call-overload]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self.packed is not None:
+            # A packed matrix is opaque to the compiler, and one compilation serves the layers of all depths: so the
+            # traced code holds no matrix, only a tensor with this layer's number.
+            return torch.ops.xllm_models.linear(x, self.handle, self.out_features)
+        return self.apply_weight(x)
+
+    def apply_weight(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.adds_bias else None
+        if self.packed is not None:
+            return self.ops.linear_packed(x, self.packed, bias)  # type: ignore[no-any-return]
+        return self.ops.linear(x, self.weight, bias)  # type: ignore[no-any-return]
+
+
+class FusedColumnLinear(ParallelLinear):
+    """Several checkpoint matrices in one: `parts` of (name, rows in the checkpoint, shard index, shard count)."""
+
+    def __init__(
+        self, in_features: int, parts: list[tuple[str, int, int, int]], bias: bool, *, ops: ModuleType,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:
+        super().__init__(in_features, sum(rows // count for _, rows, _, count in parts), bias, ops=ops, dtype=dtype,
+                         device=device)
+        self.parts = parts
+
+    def placements(self, prefix: str) -> dict[str, Placement]:
+        found, begin = {}, 0
+        for name, rows, index, count in self.parts:
+            dest = (slice(begin, begin + rows // count),)
+            shard = {"shard_dim": 0, "shard_index": index, "shard_count": count}
+            found[f"{prefix}{name}.weight"] = Placement(self.weight, (rows, self.in_features), dest, **shard)
+            if self.bias is not None:
+                found[f"{prefix}{name}.bias"] = Placement(self.bias, (rows,), dest, **shard)
+            begin = dest[0].stop
+        return found
+
+
+class RowLinear(ParallelLinear):
+    """Inputs split over the group, outputs summed over it; the first rank adds the bias."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, group: Group, *, ops: ModuleType, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features // group.size, out_features, bias, ops=ops, dtype=dtype, device=device)
+        self.group, self.adds_bias = group, group.rank == 0
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        whole = (self.out_features, self.in_features * self.group.size)
+        found = {f"{name}.weight": Placement(self.weight, whole, (), 1, self.group.rank, self.group.size)}
+        if self.bias is not None:
+            found[f"{name}.bias"] = Placement(self.bias, (self.out_features,))
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.group.size == 1 else all_reduce(y, self.group)
+
+
+def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+_numbers = itertools.count()
+_layers: WeakValueDictionary[int, ParallelLinear] = WeakValueDictionary()
+
+
+@torch.library.custom_op("xllm_models::linear", mutates_args=())
+def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return _layers[int(handle)].apply_weight(x)
+
+
+@_linear.register_fake
+def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], out_features)

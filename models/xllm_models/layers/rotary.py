@@ -1,0 +1,100 @@
+"""Rotary position embedding: the table of cosines and sines by position, for every scaling in use.
+
+Numbers equal transformers' (angles in float32, one factor on cos and sin). The table depends on the position alone,
+never on the batch, so cached keys stay valid whoever shares them. That decides the dynamic (NTK) type, whose base
+grows with the sequence: position p is rotated with the base for a sequence of p + 1 tokens. transformers does
+the same for generated tokens, and rotates all of a prompt longer than `max_position_embeddings` with the base for
+its full length; there the two differ, and equal prefixes of different prompts would differ in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from xllm_models.config import RopeConfig
+
+_GROW = 4096  # positions by which the table grows at least
+
+
+class RotaryTable:
+    """cos_sin [P, R] float32: R/2 cosines, then R/2 sines; R is the number of rotated dimensions of a head."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        self.rope, self.rotary_dim = rope, int(head_dim * rope.partial_rotary_factor)
+        self.cos_sin = torch.empty(0, self.rotary_dim, dtype=torch.float32, device=device)
+
+    def reserve(self, num_positions: int) -> None:
+        """Make positions 0..num_positions-1 valid. Growing moves the table: graphs need it reserved before capture."""
+        if num_positions <= self.cos_sin.shape[0]:
+            return
+        count = max(num_positions, self.cos_sin.shape[0] + _GROW)
+        self.cos_sin = cos_sin_table(self.rope, self.rotary_dim, count).to(self.cos_sin.device)
+
+
+def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int) -> torch.Tensor:
+    """[num_positions, rotary_dim] float32 on the CPU."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    if rope.type == "dynamic":
+        limit = rope.original_max_position_embeddings
+        angles = positions[:limit, None] * _inverse_frequencies(rope.theta, rotary_dim)
+        beyond = [p * _dynamic_frequencies(rope, rotary_dim, p + 1) for p in range(limit, num_positions)]
+        angles = torch.cat((angles, torch.stack(beyond))) if beyond else angles
+    else:
+        angles = positions[:, None] * _FREQUENCIES[rope.type](rope, rotary_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.cos_sin_scale
+
+
+def _inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
+    """[dim/2] float32"""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _dynamic_frequencies(rope: RopeConfig, dim: int, seq_len: int) -> torch.Tensor:
+    stretch = rope.factor * seq_len / rope.original_max_position_embeddings - (rope.factor - 1)
+    # A float32 base, as transformers has it: there the sequence length is a tensor.
+    base = rope.theta * torch.tensor(stretch, dtype=torch.float32) ** (dim / (dim - 2))
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _default(rope: RopeConfig, dim: int) -> torch.Tensor:
+    return _inverse_frequencies(rope.theta, dim)
+
+
+def _linear(rope: RopeConfig, dim: int) -> torch.Tensor:
+    return _inverse_frequencies(rope.theta, dim) / rope.factor
+
+
+def _llama3(rope: RopeConfig, dim: int) -> torch.Tensor:
+    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    frequencies = _inverse_frequencies(rope.theta, dim)
+    length, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > length / low, frequencies / rope.factor, frequencies)
+    between = (wavelengths >= length / high) & (wavelengths <= length / low)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
+    """Dimensions that turn often within the trained length extrapolate, slow ones interpolate, a ramp between."""
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    low, high = (_yarn_dimension(rope, dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_dimension(rope: RopeConfig, dim: int, turns: float) -> float:
+    """The (fractional) pair of dimensions that turns this often within the trained length."""
+    length = rope.original_max_position_embeddings
+    return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

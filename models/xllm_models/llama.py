@@ -1,0 +1,116 @@
+"""Llama (1 to 3.x) and everything of its shape: pre-norm decoder, rotary attention with grouped keys, gated MLP.
+
+The configuration says what a relative adds (biases, head norms, windows), so the other architectures here are this
+class under their own names. The runner calls `backend.prepare(input.attention)` before each `forward`: preparing is
+host work, which a captured graph must not contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import nn
+from xllm_platform.parallel import ParallelState
+
+from xllm_models.attention.base import AttentionBackend, AttentionSpec
+from xllm_models.config import ModelConfig
+from xllm_models.forward_input import ForwardInput
+from xllm_models.layers.decoder import DecoderLayer, RMSNorm
+from xllm_models.layers.embedding import LogitsHead, VocabEmbedding
+from xllm_models.layers.linear import ParallelLinear
+from xllm_models.layers.rotary import RotaryTable
+from xllm_models.layers.sharding import Shard
+from xllm_models.placement import Placement
+
+
+class LlamaForCausalLM(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        ops: ModuleType,
+        dtype: torch.dtype,  # parameters and activations
+        device: torch.device,
+        parallel: ParallelState,
+        storage_dtype: torch.dtype | None = None,  # KV cache, and what weights are rounded to; None: `dtype`
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = config, dtype, device
+        self.storage_dtype = storage_dtype or dtype
+        self.shard = Shard.of(config, parallel.tp)
+        group = parallel.tp
+        self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, group, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, self.shard, ops=ops, dtype=dtype, device=device) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops=ops, dtype=dtype, device=device)
+        tied = self.embedding.weight if config.tie_word_embeddings else None
+        self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype, device=device)
+        self.rotary = RotaryTable(config.rope, config.head_dim, device)
+
+    @property
+    def sliding_windows(self) -> tuple[int, ...]:
+        """[num_layers]; 0: the layer sees everything."""
+        return tuple(layer.attention.spec.sliding_window for layer in self.layers)  # type: ignore[union-attr, misc]
+
+    def placements(self) -> dict[str, Placement]:
+        """{checkpoint name: where it goes}, by the names Hugging Face gives."""
+        found = self.embedding.placements("model.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            found |= layer.placements(f"model.layers.{i}.")  # type: ignore[operator]
+        return found | self.norm.placements("model.norm") | self.head.placements("lm_head")
+
+    def finalize_weights(self) -> None:
+        """Once, after loading: round to the storage dtype if it is narrower, and pack matrices one at a time."""
+        if self.storage_dtype != self.dtype:
+            for parameter in self.parameters():
+                parameter.data.copy_(parameter.data.to(self.storage_dtype))
+        for module in self._linears():
+            module.finalize()
+
+    def allocate_weights(self) -> None:
+        """Plain, uninitialised matrices again where `finalize_weights` dropped them; load and finalize after it."""
+        for module in self._linears():
+            module.allocate()
+
+    def _linears(self) -> list[ParallelLinear]:
+        return [module for module in self.modules() if isinstance(module, ParallelLinear)]
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        return AttentionSpec(self.config.num_layers, self.shard.num_heads, self.shard.num_kv_heads,
+                             self.config.head_dim, block_size, self.storage_dtype, self.device)
+
+    def bind_attention(self, backend: AttentionBackend) -> None:
+        for layer in self.layers:
+            layer.attention.backend = backend  # type: ignore[union-attr]
+
+    def reserve_positions(self, max_positions: int) -> None:
+        """Build the rotary table once for all; without it the table grows when a longer sequence comes."""
+        self.rotary.reserve(max_positions)
+
+    def forward(self, input: ForwardInput) -> torch.Tensor:
+        """-> [T, hidden], after the final norm."""
+        return self._run(self.layers, input)
+
+    def _run(self, layers: nn.ModuleList | list[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+             input: ForwardInput) -> torch.Tensor:
+        self.rotary.reserve(input.attention.max_seq_len)
+        hidden, residual, cos_sin = self.embedding(input.token_ids), None, self.rotary.cos_sin
+        for layer in layers:
+            hidden, residual = layer(hidden, residual, input.positions, cos_sin)
+        return self.norm(hidden, residual)[0]  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] -> [S, vocab] float32."""
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def compile_decode(self) -> Callable[[ForwardInput], torch.Tensor]:
+        """`forward` with the layers compiled: one trace for all depths, and one for the first (no residual)."""
+        step = torch.compile(DecoderLayer.forward, fullgraph=True)
+
+        def layer_of(layer: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+            return lambda *args: step(layer, *args)  # type: ignore[no-any-return]
+
+        layers = [layer_of(layer) for layer in self.layers]
+        return lambda input: self._run(layers, input)

@@ -1,0 +1,87 @@
+"""The logical operators in plain torch: the reference every faster set is compared with.
+
+An operator set is a module with these functions. Inputs are [T, ...] contiguous along the last dimension; norms and
+rotations compute in float32 and round once at the end. Operators that may overwrite their inputs say so.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # hidden_act -> what `act_and_mul` takes
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, N], weight [N] -> [T, N]."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return y.to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x + residual, x + residual); both [T, N]. May overwrite both inputs."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Rotate the query and key heads of packed rows; with norms, RMS-normalise each head before. May overwrite qkv.
+
+    qkv [T, (H + 2K) * E]; positions [T] int64; cos_sin [P, R] float32, cosines then sines of R/2 angles; R <= E
+    leading dimensions rotate, as pairs (i, i + R/2). Norm weights [E].
+    """
+    num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
+    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, -1)
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R/2]
+    query, key = (_rotate(part, cos, sin, rotary_dim) for part in (query, key))
+    return torch.cat((query, key, value), dim=1).view(num_tokens, -1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    if rotary_dim < x.shape[-1]:
+        parts.append(x[..., rotary_dim:])
+    return torch.cat(parts, dim=-1)
+
+
+def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """x [T, 2N], gate then up -> activation(gate) * up, [T, N]. activation: silu, gelu, gelu_tanh."""
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor | None:
+    """weight [N, K] in the form `linear_packed` is fastest with, or None: use `linear` on the plain weight."""
+    return None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N]."""
+    return F.linear(x, weight, bias)
+
+
+def linear_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same with what `pack_linear` returned."""
+    raise AssertionError("this operator set packs nothing")

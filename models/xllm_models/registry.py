@@ -1,0 +1,66 @@
+"""From an architecture's name to its class, imported at first use; and how a model is built.
+
+Adding an architecture is one module with a class like `LlamaForCausalLM` and one line here (or a call of
+`register_model` from outside).
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from xllm_platform.parallel import ParallelState
+
+from xllm_models.backends import get_ops
+from xllm_models.config import ModelConfig
+from xllm_models.llama import LlamaForCausalLM
+
+_MODELS = {
+    "LlamaForCausalLM": "xllm_models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "xllm_models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "xllm_models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "xllm_models.qwen3:Qwen3ForCausalLM",
+}
+
+
+class UnsupportedModelError(ValueError):
+    """We have no such network; the message says what we have."""
+
+
+def register_model(name: str, target: str) -> None:
+    """`target` is "module:Class"; the class takes what `build_model` passes and has LlamaForCausalLM's interface."""
+    _MODELS[name] = target
+
+
+def supported_models() -> list[str]:
+    return sorted(_MODELS)
+
+
+def get_model_class(name: str) -> type[LlamaForCausalLM]:
+    if name not in _MODELS:
+        raise UnsupportedModelError(f"Architecture {name} is not supported. Those are: {', '.join(supported_models())}.")
+    module, _, attribute = _MODELS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    kernels: str = "torch",
+    parallel: ParallelState | None = None,
+) -> LlamaForCausalLM:
+    """A model with uninitialised parameters, ready for `load_weights`.
+
+    float16 on the CPU: weights are rounded to float16 and the KV cache is float16, arithmetic is float32, because
+    CPUs multiply float16 matrices hundreds of times slower.
+    """
+    model_class, device, ops = get_model_class(config.architecture), torch.device(device), get_ops(kernels)
+    if config.hidden_act not in ops.ACTIVATIONS:
+        known = ", ".join(sorted(ops.ACTIVATIONS))
+        raise UnsupportedModelError(f'hidden_act "{config.hidden_act}" is not supported. Supported: {known}.')
+    computed = torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
+    model = model_class(config, ops=ops, dtype=computed, device=device, parallel=parallel or ParallelState.single(),
+                        storage_dtype=dtype)
+    return model.eval()
