@@ -1,0 +1,58 @@
+"""Clients for an application around a FakeMaster: in this loop (httpx), or over a socket (a real uvicorn)."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.service.fake_master import FakeMaster
+from xllm_npu.config.service import ServiceSettings
+from xllm_npu.config.settings import Settings
+from xllm_npu.service.admission import Admission
+from xllm_npu.service.app import create_app
+from xllm_npu.service.listener import listen, url_of
+from xllm_npu.service.server import HttpServer, uvicorn_config
+
+
+def make_settings(**service: object) -> Settings:
+    service.setdefault("served_model_name", ("tiny",))
+    return Settings(service=ServiceSettings(**service))
+
+
+def client_of(master: FakeMaster, **service: object) -> httpx.AsyncClient:
+    app = create_app(master, make_settings(**service))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+class LiveServer:
+    def __init__(self, url: str, admission: Admission) -> None:
+        self.url = url
+        self.admission = admission
+
+
+@contextlib.asynccontextmanager
+async def live_server(master: FakeMaster, **service: object) -> AsyncIterator[LiveServer]:
+    service.setdefault("port", 0)
+    settings = make_settings(**service)
+    admission = Admission(master, settings.service.max_concurrent_requests)
+    sock = listen(settings.service)
+    http = HttpServer(uvicorn_config(create_app(master, settings, admission), settings.service))
+    task = asyncio.create_task(http.serve(sockets=[sock]))
+    try:
+        yield LiveServer(url_of(sock, settings.service), admission)
+    finally:
+        http.should_exit = True
+        await task
+
+
+@pytest.fixture
+def master() -> FakeMaster:
+    return FakeMaster()
+
+
+@pytest.fixture
+async def client(master: FakeMaster) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(master) as client:
+        yield client

@@ -1,0 +1,159 @@
+"""A master without an engine: tokens are bytes, and each request's outputs are a script's.
+
+A script is an async generator function from a GenerationInput to RequestOutputs. What was submitted and what was
+closed before its end is recorded, so that tests can wait for it by events.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from xllm_npu.master.llm_master import EngineDeadError, EngineStatus
+from xllm_npu.master.request_factory import GenerationInput
+from xllm_npu.metrics import Metrics
+from xllm_npu.state.messages import EngineReady, EngineStats
+from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
+from xllm_npu.state.sampling_params import InvalidParameter
+
+Script = Callable[[GenerationInput], AsyncIterator[RequestOutput]]
+
+INFO = EngineReady(
+    model_name="tiny", architecture="TinyForCausalLM", platform="cpu", device="test cpu", dtype="float32",
+    vocab_size=256, max_model_len=512, eos_token_ids=[0], num_kv_blocks=64, block_size=16, max_seqs=64,
+    max_tokens_per_batch=1024, weight_bytes=3 << 20, kv_cache_bytes=1 << 20, graph_sizes=[1, 2, 4], load_seconds=0.5)
+
+
+class ByteTokenizer:
+    def token_text(self, token_id: int) -> str:
+        return bytes([token_id]).decode("latin-1")
+
+
+def output(request: GenerationInput, *deltas: SequenceDelta, generated: int = 0, **fields: Any) -> RequestOutput:
+    return RequestOutput(1, list(deltas), len(request.prompt_token_ids), num_generated_tokens=generated, **fields)
+
+
+def token_logprob(token_id: int, logprob: float = -0.5, rank: int = 1) -> TokenLogprob:
+    return TokenLogprob(token_id, chr(token_id), logprob, rank, [token_id])
+
+
+def position(token_id: int, offset: int = 0) -> PositionLogprobs:
+    other = (token_id + 1) % 256
+    return PositionLogprobs(token_logprob(token_id), [token_logprob(token_id), token_logprob(other, -1.5, 2)], offset)
+
+
+def says(*pieces: str, finish: str = "stop", stop_reason: int | str | None = None, cached: int = 0) -> Script:
+    """Every sequence says `pieces`, one an output; the finish comes with the last."""
+
+    async def script(request: GenerationInput) -> AsyncIterator[RequestOutput]:
+        n, generated, offset = request.params.n, 0, 0
+        for i, piece in enumerate(pieces):
+            last = i == len(pieces) - 1
+            deltas = []
+            for index in range(n):
+                ids = list(piece.encode())
+                logprobs = None
+                if request.params.logprobs is not None:
+                    logprobs = [position(t, offset + k) for k, t in enumerate(ids)]
+                deltas.append(SequenceDelta(index, piece, ids, logprobs, finish if last else None,
+                                            stop_reason if last else None))
+            generated += n * len(piece.encode())
+            offset += len(piece)
+            prompt_logprobs = None
+            if i == 0 and request.params.prompt_logprobs is not None:
+                prompt_logprobs = [None, *(position(t) for t in request.prompt_token_ids[1:])]
+            yield output(request, *deltas, generated=generated, finished=last, num_cached_tokens=cached,
+                         prompt_logprobs=prompt_logprobs)
+
+    return script
+
+
+def says_then_waits(piece: str, gate: asyncio.Event) -> Script:
+    """One output, then nothing until `gate` is set, then the end."""
+
+    async def script(request: GenerationInput) -> AsyncIterator[RequestOutput]:
+        yield output(request, SequenceDelta(0, piece, list(piece.encode())), generated=len(piece))
+        await gate.wait()
+        yield output(request, SequenceDelta(0, "!", [33], None, "stop"), generated=len(piece) + 1, finished=True)
+
+    return script
+
+
+class FakeStream:
+    def __init__(self, master: "FakeMaster", request: GenerationInput, outputs: AsyncIterator[RequestOutput]) -> None:
+        self._master = master
+        self._request = request
+        self._outputs = outputs
+        self._finished = False
+        self._closed = False
+
+    def __aiter__(self) -> "FakeStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        result = await self._outputs.__anext__()
+        self._finished = result.finished
+        return result
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._outputs.aclose()
+            self._master.close(self._request, self._finished)
+
+
+class FakeMaster:
+    def __init__(self, script: Script | None = None, status: EngineStatus = EngineStatus.READY) -> None:
+        self.script = script or says("Hello", " world")
+        self.status = status
+        self.failure: str | None = None
+        self.info: EngineReady | None = INFO if status is not EngineStatus.LOADING else None
+        self.stats = EngineStats()
+        self.metrics = Metrics("tiny")
+        self.tokenizer = ByteTokenizer()
+        self.default_sampling: dict[str, float] = {}
+        self.on_progress: Callable[[Any], None] | None = None
+        self.requests: list[GenerationInput] = []
+        self.aborted: list[str] = []
+        self.closed = 0
+        self.template_kwargs: dict[str, Any] = {}
+        self.submitted_one = asyncio.Event()
+        self.aborted_one = asyncio.Event()
+        self.healthy = True
+
+    def generate(self, request: GenerationInput) -> AsyncIterator[RequestOutput]:
+        if self.status is EngineStatus.DEAD:
+            raise EngineDeadError("The engine process has ended.")
+        if len(request.prompt_token_ids) == 0:
+            raise InvalidParameter(request.prompt_param, "The prompt is empty: it must have at least one token.")
+        request.params.check(INFO.vocab_size)
+        self.requests.append(request)
+        self.submitted_one.set()
+        return FakeStream(self, request, self.script(request))
+
+    def close(self, request: GenerationInput, finished: bool) -> None:
+        self.closed += 1
+        if not finished:
+            self.aborted.append(request.external_id)
+            self.aborted_one.set()
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return ([1] if add_special_tokens else []) + list(text.encode())
+
+    async def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        self.template_kwargs = template_kwargs
+        return list("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("latin-1")
+
+    def check_health(self) -> bool:
+        return self.healthy
+
+    async def start(self) -> None:
+        pass
+
+    async def shutdown(self, timeout: float) -> None:
+        self.status = EngineStatus.DEAD
+
+    def kill(self) -> None:
+        pass
