@@ -36,13 +36,15 @@ QWEN = """{%- if messages[0].role == 'system' %}
     {%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
-    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {%- if message.content is string %}{%- set content = message.content %}
+    {%- else %}{%- set content = '' %}{%- endif %}
     {%- if message.role == 'system' %}{%- continue %}{%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.reasoning_content and loop.index0 > ns.last_query %}
         {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
     {%- endif %}
-    {%- if message.role == 'assistant' %}{% generation %}{{ content }}{% endgeneration %}{%- else %}{{- content }}{%- endif %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ content }}{% endgeneration %}
+    {%- else %}{{- content }}{%- endif %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -68,7 +70,7 @@ MISTRAL = """{{ bos_token }}{% for message in messages %}
 {{ raise_exception('Only user and assistant roles are supported!') }}
     {% endif %}
 {% endfor %}"""
-TOOLS_JSON = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"  # fmt: skip # noqa: E501
+TOOLS_JSON = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"  # fmt: skip  # noqa: E501
 TEMPLATES = {"smollm2": SMOLLM2, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "json": TOOLS_JSON}
 
 CHATS = [
@@ -113,7 +115,7 @@ def outcome(render) -> str | None:
 ])  # fmt: skip
 def test_equals_transformers(hf, name, chat, options):
     theirs, ours = hf[name]
-    own = {k: v for k, v in options.items() if k in ("add_generation_prompt", "continue_final_message", "tools", "documents")}  # fmt: skip # noqa: E501
+    own = {k: v for k, v in options.items() if k in ("add_generation_prompt", "continue_final_message", "tools", "documents")}  # fmt: skip  # noqa: E501
     extra = {k: v for k, v in options.items() if k not in own}
     expected = outcome(lambda: theirs.apply_chat_template(chat, tokenize=False, **options))
     assert outcome(lambda: ours.render(chat, **own, kwargs=extra)) == expected
@@ -187,7 +189,7 @@ def test_errors_are_short():
 def test_model_without_template():
     template = ChatTemplate(None, {})
     assert not template
-    with pytest.raises(InvalidParameter, match="no chat template.*--chat-template") as e:
+    with pytest.raises(InvalidParameter, match=r"no chat template.*--chat-template") as e:
         template.render([{"role": "user", "content": "x"}])
     assert e.value.param == "messages"
     assert template.render([{"role": "user", "content": "x"}], template="{{ messages[0].content }}") == "x"
@@ -214,7 +216,7 @@ def test_override_by_file_or_text(tokenizers, tmp_path):
     chat = [{"role": "user", "content": "x"}]
     assert ChatTemplate.of(tokenizers["byte_level"], str(file)).render(chat) == "file x"
     assert ChatTemplate.of(tokenizers["byte_level"], "inline {{ messages[0].content }}").render(chat) == "inline x"
-    with pytest.raises(ChatTemplateError, match="no file 'nowhere.jinja'"):
+    with pytest.raises(ChatTemplateError, match=r"no file 'nowhere\.jinja'"):
         read_template("nowhere.jinja")
     with pytest.raises(ChatTemplateError, match="not valid"):
         ChatTemplate.of(tokenizers["byte_level"], "{% if %}")
