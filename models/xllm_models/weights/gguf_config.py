@@ -94,7 +94,9 @@ def _rope_scaling(file: GgufFile, theta: float) -> dict[str, Any] | None:
         return _llama3_parameters(file, factors, theta)
     kind = file.model("rope.scaling.type", "none")
     factor = file.model("rope.scaling.factor", None)
-    if factor is None and (old := file.model("rope.scale_linear", None)):  # files from before scaling had a type
+    if factor is None and (
+        old := file.model("rope.scale_linear", None)
+    ):  # files from before scaling had a type
         kind, factor = "linear", old
     if kind == "none" or factor in (None, 0.0, 1.0):
         return None
@@ -135,10 +137,14 @@ def _llama3_parameters(file: GgufFile, factors: np.ndarray, theta: float) -> dic
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-    raise GgufError(f"{file.path}: rope_freqs.weight is no llama3 scaling. Use the model's Hugging Face directory.")
+    raise GgufError(
+        f"{file.path}: rope_freqs.weight is no llama3 scaling. Use the model's Hugging Face directory."
+    )
 
 
-def _llama3_factors(inv_freq: np.ndarray, factor: float, low: float, high: float, original: float) -> np.ndarray:
+def _llama3_factors(
+    inv_freq: np.ndarray, factor: float, low: float, high: float, original: float
+) -> np.ndarray:
     """What llama3 scaling divides each inverse frequency by: 1 for short waves, `factor` for long ones."""
     rotations = original * inv_freq / (2 * math.pi)  # within the original context
     smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)

@@ -68,10 +68,14 @@ class GgufSource(WeightSource):
         own = self._names[name]
         tensor = self.file.tensors[own]
         if tensor.tensor_type in _INTEGERS:
-            raise GgufError(f"{own} in {self.path} has type {tensor.tensor_type.name}, which is not supported.")
+            raise GgufError(
+                f"{own} in {self.path} has type {tensor.tensor_type.name}, which is not supported."
+            )
         part = own.split(".")[2] if own.startswith("blk.") else ""
         if part in self._interleaved:
-            return _split_halves(_to_torch(tensor, tensor.data, own, self.path), self._interleaved[part])[region]
+            return _split_halves(_to_torch(tensor, tensor.data, own, self.path), self._interleaved[part])[
+                region
+            ]
         rows, *columns = region  # rows are whole in the file; quantized columns are not
         return _to_torch(tensor, tensor.data[rows], own, self.path)[(slice(None), *columns)]
 

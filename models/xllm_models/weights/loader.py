@@ -45,7 +45,10 @@ def load_weights(model: LoadableModel, source: WeightSource, progress: Progress 
     _check_names(placements, source)
     _check_shapes(placements, source)
     regions = {name: region_of(name, p) for name, p in placements.items() if name in source.tensors}
-    sizes = {name: _num_elements(region) * placements[name].param.element_size() for name, region in regions.items()}
+    sizes = {
+        name: _num_elements(region) * placements[name].param.element_size()
+        for name, region in regions.items()
+    }
     done, total = 0, sum(sizes.values())
     for name, tensor in source.stream(regions):
         _copy(name, tensor, placements[name])

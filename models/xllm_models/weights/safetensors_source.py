@@ -88,10 +88,14 @@ def _indexed_files(index: Path) -> list[Path]:
         raise WeightError(f"{index} is damaged ({error!r}). Download it again.") from error
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:
-        raise WeightError(f"{index} points outside its directory ({outside[0]!r}). Do not trust this checkpoint.")
+        raise WeightError(
+            f"{index} points outside its directory ({outside[0]!r}). Do not trust this checkpoint."
+        )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise WeightError(f"{index.parent} lacks {_some(missing)}, which {INDEX_NAME} lists. Finish the download.")
+        raise WeightError(
+            f"{index.parent} lacks {_some(missing)}, which {INDEX_NAME} lists. Finish the download."
+        )
     return [index.parent / name for name in names]
 
 
@@ -123,7 +127,9 @@ def _read_header(file: Path) -> list[_Entry]:
         ]
         data_bytes = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WeightError(f"{file} is not a safetensors file: its header is damaged. Download it again.") from error
+        raise WeightError(
+            f"{file} is not a safetensors file: its header is damaged. Download it again."
+        ) from error
     if _LENGTH_BYTES + header_bytes + data_bytes > size:
         last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
         raise _truncated(file, size, _LENGTH_BYTES + header_bytes + data_bytes, f"its last tensor {last}")
