@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
 from pathlib import Path
 
 import psutil
@@ -63,7 +63,11 @@ def test_threads_are_also_set_when_torch_is_loaded_already(run_python) -> None:
 
 
 def test_numba_kernels_may_run_from_several_threads(run_python) -> None:
-    """numba's default layer ends the process when two threads start parallel loops at the same time."""
+    """numba's last-choice layer ends the process when two threads start parallel loops at the same time."""
+    try:
+        ctypes.CDLL("libgomp.so.1.0.0")
+    except OSError:
+        pytest.skip("this machine has no OpenMP runtime that numba can load (libgomp1)")
     layer, threads, sums = run_python(
         CONFIGURE.format(threads=2)
         + """
@@ -92,34 +96,6 @@ print(json.dumps([numba.threading_layer(), torch.get_num_threads(), sums]))
     assert layer == "omp"
     assert threads == 2
     assert sums == [600000.0, 600000.0]
-
-
-def test_without_openmp_for_numba_forward_passes_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = CpuPlatform()
-    for layer, excluded in (("workqueue", True), ("omp", False)):
-        monkeypatch.setenv("NUMBA_THREADING_LAYER", layer)
-        entered = threading.Event()
-
-        def enter(entered: threading.Event = entered) -> None:
-            with platform.inference_context():
-                entered.set()
-
-        other = threading.Thread(target=enter)
-        with platform.inference_context():
-            other.start()
-            assert entered.wait(0.2 if excluded else 30) is not excluded
-        other.join()
-        assert entered.is_set()
-
-
-def test_missing_openmp_library_falls_back_to_the_layer_that_needs_none(run_python) -> None:
-    environment, _ = run_python(
-        "from xllm_platform.cpu import device\n"
-        "device.NUMBA_OPENMP_LIBRARY = 'libgomp-that-is-not-there.so'\n"
-        + CONFIGURE.format(threads=1)
-        + SHOW_ENVIRONMENT
-    )
-    assert environment["NUMBA_THREADING_LAYER"] == "workqueue"
 
 
 def test_memory_is_the_containers_where_it_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_layers_share_one_compilation_and_sizes_share_two() -> None:
             plain = model(x)
             captured = backend.capture(lambda x=x: model(x))
             model.attention.layers_seen.clear()
-            torch.testing.assert_close(captured.replay(), plain)
+            torch.testing.assert_close(captured.replay(), plain, rtol=1e-4, atol=1e-4)
             assert model.attention.layers_seen == [0, 1, 2, 3, 4, 5]
     # Two graphs a layer (before and after attention), for batch 1 and for all others.
     assert counters["stats"]["unique_graphs"] == 4

@@ -1,18 +1,15 @@
 """The CPU as a platform: any Linux machine, complete, without streams or a caching allocator.
 
 `configure_process` chooses thread counts and how OpenMP threads wait; it works by environment variables, so
-it has to run before torch and numba are imported (later it still sets torch's and numba's thread counts, but
-not the waiting).
+it has to run before torch and numba are imported (later it still sets torch's thread count, but not the
+waiting).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import threading
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xllm_platform.base import Availability, Capabilities, GraphBackend, MemoryInfo, Platform, PlatformError
 from xllm_platform.cpu import cgroup, topology
@@ -26,11 +23,6 @@ if TYPE_CHECKING:
 # that takes a quarter of a core, and beside one that takes a whole one: 0 turns 9.9, 15.4, 9.6; 1,000 turns
 # 7.3, 8.8, 15.7; 10,000 turns 7.0, 9.1, 67.
 SPIN_COUNT = "1000"
-
-# numba's OpenMP layer is linked against exactly this name; torch brings a copy under another one.
-NUMBA_OPENMP_LIBRARY = "libgomp.so.1.0.0"
-
-_one_at_a_time = threading.RLock()
 
 
 class CpuPlatform(Platform):
@@ -97,8 +89,7 @@ class CpuPlatform(Platform):
     def configure_process(self, threads: int | None = None) -> None:
         """threads: None for OMP_NUM_THREADS if set, else one for each core this process may use.
 
-        Variables that the user has set are left as they are, but for the thread count when `threads` is
-        given.
+        Variables that the user has set stay as they are, but for the thread count when `threads` is given.
         """
         if threads is not None and threads < 1:
             raise PlatformError(f"The number of threads must be at least 1, got {threads}.")
@@ -106,31 +97,13 @@ class CpuPlatform(Platform):
         os.environ["OMP_NUM_THREADS"] = str(count)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; for builds with Intel's or LLVM's runtime
-        if "numba" not in sys.modules:
-            os.environ["NUMBA_NUM_THREADS"] = str(count)
-            os.environ.setdefault("NUMBA_THREADING_LAYER", "omp" if _has_numba_openmp() else "workqueue")
-        else:
-            import numba
-
-            numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+        os.environ["NUMBA_NUM_THREADS"] = str(count)
+        # numba's fallback layer, workqueue, ends the process when two threads enter parallel loops together.
+        os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
         if "torch" in sys.modules:
             import torch
 
             torch.set_num_threads(count)
-
-    def inference_context(self) -> AbstractContextManager[Any]:
-        """Excludes other threads only where numba had to fall back to its one-thread-at-a-time layer."""
-        return _one_at_a_time if os.environ.get("NUMBA_THREADING_LAYER") == "workqueue" else nullcontext()
-
-
-def _has_numba_openmp() -> bool:
-    """Whether numba's OpenMP layer can find its runtime. Loading it here is what numba would do a little
-    later."""
-    try:
-        ctypes.CDLL(NUMBA_OPENMP_LIBRARY)
-    except OSError:
-        return False
-    return True
 
 
 def _positive(text: str | None) -> int:

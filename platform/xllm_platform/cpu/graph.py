@@ -52,9 +52,7 @@ class CompileBackend(GraphBackend):
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         require_compiler()
-        import torch._dynamo.config as dynamo
-
-        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+        _configure_compiler()
         if hasattr(model, "compile_decode"):
             _switch(model, model.compile_decode())  # type: ignore[operator]
             return
@@ -99,6 +97,17 @@ def require_compiler() -> None:
             f"Graphs on the CPU are compiled against Python's headers and {header} is missing: install "
             "python3-dev (python3-devel), or turn enable_graph off."
         )
+
+
+def _configure_compiler() -> None:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # A handful of kernels is compiled; a pool of processes that each import torch would cost more time
+        # and memory than it saves, and could outlive an engine that is killed.
+        inductor.compile_threads = 1
 
 
 def _switch(module: torch.nn.Module, compiled: Callable[..., Any]) -> None:
