@@ -1,0 +1,61 @@
+# xllm-npu on a fresh machine: `make serve` or `make test`. Needs Python >= 3.11 and make; everything else is
+# installed into $(VENV). A second run installs nothing unless pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+# For pip: e.g. --extra-index-url with an index of CPU-only torch builds, which are a tenth of the default's size.
+PIP_ARGS ?=
+# For the program: make serve ARGS="--port 9000"
+ARGS ?=
+# For pytest: make test PYTEST_ARGS="-k scheduler"
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve install install-dev test test-full lint bench-host clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
+
+serve: install  ## install, get the default model if needed, and serve it (ARGS: more flags, or another model)
+	$(BIN)/xllm-npu serve $(ARGS)
+
+test: install-dev  ## all tests that need nothing but this machine, in minutes
+	$(BIN)/python -m pytest -m "not slow and not npu_lab and not cuda" $(PYTEST_ARGS)
+
+test-full: install-dev  ## the slow tests too
+	$(BIN)/python -m pytest -m "not npu_lab and not cuda" $(PYTEST_ARGS)
+
+lint: install-dev  ## ruff, mypy, import rules
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-host: install  ## the host's time for one decode step (ARGS: e.g. --json)
+	$(BIN)/python benchmarks/host_step.py $(ARGS)
+
+clean:  ## caches and build outputs; the virtual environment stays (delete $(VENV) to start over)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+install: $(INSTALLED)
+install-dev: $(INSTALLED_DEV)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name" \
+	    "yours, e.g. make PYTHON=/usr/bin/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "xllm-npu needs Python 3.11 or newer" \
+	    "and $(PYTHON) is $$($(PYTHON) -V 2>&1): name a newer one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $(INSTALLED) $@
