@@ -1,0 +1,299 @@
+"""Offline use: `LLM(model).generate(prompts, SamplingParams(...))`, the server's engine in the caller's process.
+
+Everything between text and engine is what the HTTP process uses too: the same tokenizer, chat template, request
+factory and output dispatcher; only the loop is this module's, which steps the engine until the prompts of one call
+are done. Calls from several threads take turns. Knows nothing of HTTP and of how the engine works.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from xllm_npu.config.load import settings_from_kwargs
+from xllm_npu.config.settings import Settings
+from xllm_npu.master.output_dispatcher import OutputDispatcher
+from xllm_npu.master.request_factory import GenerationInput, RequestFactory
+from xllm_npu.state.messages import AbortRequest, AddRequest, EngineProgress, EngineReady, StepOutputs
+from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
+from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
+from xllm_npu.text.chat_template import ChatTemplate
+from xllm_npu.text.tokenizer import Tokenizer
+
+# A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | dict[str, Any]
+Message = dict[str, Any]
+ProgressListener = Callable[[EngineProgress], None]
+
+
+class Engine(Protocol):
+    """What this module needs of `master.engine_loop.EngineLoop`."""
+
+    @property
+    def ready(self) -> EngineReady: ...
+
+    @property
+    def tokenizer_dir(self) -> Path: ...
+
+    def submit(self, message: AddRequest | AbortRequest) -> None: ...
+
+    def step(self) -> StepOutputs | None: ...
+
+    def has_work(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class CompletionResult:
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # stop | length | abort | error
+    stop_reason: int | str | None  # the stop token id or stop string, if one of those ended it
+    # For each token, if asked for: the tokens' log probabilities by id, the chosen one first.
+    logprobs: list[dict[int, TokenLogprob]] | None = None
+    cumulative_logprob: float | None = None  # of the chosen tokens; None if logprobs were not asked for
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """A prompt and its answers: `params.n` of them."""
+
+    request_id: str
+    prompt: str | None  # None if it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionResult] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+    error: str | None = None  # why the engine could not finish it
+
+
+class LLM:
+    """A model in this process.
+
+    `model` is what `xllm-npu serve` takes (None: the default model), `settings` are its flags with underscores:
+    `LLM("smollm2", max_model_len=2048, dtype="float32")`. Raises SettingsError, or what the engine says when it cannot
+    start. Use it as a context manager or call `close` to give the device's memory back.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.settings = settings_from_kwargs(model=model, **settings)
+        with _startup_bar() as listener:
+            self._engine = start_engine(self.settings, listener)
+        self._closer = weakref.finalize(self, self._engine.close)
+        try:
+            self.info = self._engine.ready
+            self.tokenizer = Tokenizer(self._engine.tokenizer_dir)
+            self._template = ChatTemplate.of(self.tokenizer, self.settings.model.chat_template)
+        except BaseException:
+            self.close()
+            raise
+        self._factory = RequestFactory(self.tokenizer, self.info, self.settings.model.max_logprobs)
+        self._dispatcher = OutputDispatcher(self.tokenizer, self._engine.submit)
+        self._lock = threading.Lock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestResult]:
+        """One result for each prompt, in their order; a single prompt gives a list of one.
+
+        `sampling_params`: one for all, or one for each. `use_tqdm`: show a progress bar, if on a terminal.
+        Raises InvalidParameter before anything runs if one of the prompts cannot be served.
+        """
+        tokenized = [self._tokenized(p, True) for p in _as_list(prompts)]
+        return self._run(tokenized, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestResult]:
+        """`generate` for one conversation, or for several, each rendered by the model's chat template."""
+        several = not isinstance(next(iter(messages), None), dict)
+        conversations: Iterable[Any] = messages if several else [messages]
+        texts = [
+            self._template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template=chat_template,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run([self._tokenized(t, False) for t in texts], sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        """Stop the engine; may be called again."""
+        self._closer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tokenized(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), [int(t) for t in prompt["prompt_token_ids"]]
+            if "prompt" not in prompt:
+                raise InvalidParameter("prompt", "A prompt that is a dict needs 'prompt' or 'prompt_token_ids'.")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+        return None, [int(t) for t in prompt]
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_bar: bool,
+    ) -> list[RequestResult]:
+        if not self._closer.alive:
+            raise RuntimeError("This LLM is closed. Make a new one.")
+        params = _one_for_each(sampling_params, len(prompts))
+        requests = [self._request(i, ids, p) for i, ((_, ids), p) in enumerate(zip(prompts, params))]
+        results = [RequestResult(r.external_id, text, ids) for r, (text, ids) in zip(requests, prompts)]
+        with self._lock, _generation_bar(len(prompts), use_bar) as advance:
+            try:
+                for request, result in zip(requests, results):
+                    self._dispatcher.open(request, _collector(result, advance), stream=False)
+                    self._engine.submit(request)
+                self._step_until_done()
+            finally:  # after an error or Ctrl-C the engine forgets what is left
+                for request in requests:
+                    self._dispatcher.close(request.request_id)
+        return results
+
+    def _request(self, index: int, ids: list[int], params: SamplingParams) -> AddRequest:
+        try:
+            request = self._factory.make(GenerationInput(prompt_token_ids=ids, params=params))
+        except InvalidParameter as e:
+            raise InvalidParameter(e.param, f"Prompt {index}: {e.message}") from None
+        request.external_id = str(request.request_id)
+        return request
+
+    def _step_until_done(self) -> None:
+        while self._dispatcher.open_requests:
+            outputs = self._engine.step()
+            if outputs is not None:
+                self._dispatcher.handle(outputs)
+            elif not self._engine.has_work():
+                raise RuntimeError(f"The engine stopped with {self._dispatcher.open_requests} requests unfinished.")
+
+
+def start_engine(settings: Settings, listener: ProgressListener | None) -> Engine:
+    """The in-process engine; imported only here, as it brings torch along."""
+    from xllm_npu.master.engine_loop import EngineLoop
+
+    return EngineLoop.create(settings, listener)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt is a text, a dict or a list of token ids."""
+    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise ValueError(f"There are {count} prompts and {len(given)} sampling_params; give one, or one for each.")
+    return list(given)
+
+
+def _collector(result: RequestResult, advance: Callable[[int], None]) -> Callable[[RequestOutput], None]:
+    """Fills `result` with the one output that a request has without streaming."""
+
+    def collect(output: RequestOutput) -> None:
+        result.outputs = [_completion(d) for d in output.deltas]
+        result.num_cached_tokens = output.num_cached_tokens
+        result.error = output.error
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = [None if p is None else _by_id(p) for p in output.prompt_logprobs]
+        advance(output.num_generated_tokens)
+
+    return collect
+
+
+def _completion(delta: SequenceDelta) -> CompletionResult:
+    result = CompletionResult(delta.index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason)
+    if delta.logprobs is not None:
+        result.logprobs = [_by_id(p) for p in delta.logprobs]
+        result.cumulative_logprob = sum(p.chosen.logprob for p in delta.logprobs)
+    return result
+
+
+def _by_id(position: PositionLogprobs) -> dict[int, TokenLogprob]:
+    return {t.token_id: t for t in [position.chosen, *position.top]}
+
+
+@contextmanager
+def _generation_bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Yields what to call when a request is done, with the number of its tokens."""
+    if not (wanted and total and sys.stderr.isatty()):
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+               TextColumn("{task.fields[tokens]} tokens"))  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task, generated = bar.add_task("", total=total, tokens=0), 0
+
+        def advance(tokens: int) -> None:
+            nonlocal generated
+            generated += tokens
+            bar.update(task, advance=1, tokens=generated)
+
+        yield advance
+
+
+@contextmanager
+def _startup_bar() -> Iterator[ProgressListener | None]:
+    """Yields a listener that shows each stage as a bar; None if there is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def listen(progress: EngineProgress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bar.add_task(progress.stage)
+            bar.update(tasks[progress.stage], completed=progress.done, total=progress.total or None)
+
+        yield listen
