@@ -152,7 +152,7 @@ class FakeMaster:
     async def start(self) -> None:
         pass
 
-    async def shutdown(self, timeout: float) -> None:
+    async def shutdown(self, timeout: float) -> None:  # noqa: ASYNC109
         self.status = EngineStatus.DEAD
 
     def kill(self) -> None:

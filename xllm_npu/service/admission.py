@@ -34,7 +34,6 @@ class Admission:
         self._watches: set[Watch] = set()
         self._draining = False
         self.in_flight = 0
-        self.rejected = 0
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -62,7 +61,7 @@ class Admission:
     def busy_error(self) -> ApiError | None:
         if not self._max_in_flight or self.in_flight < self._max_in_flight:
             return None
-        self.rejected += 1
+        self._master.metrics.on_rejected("max_concurrent_requests")
         return ApiError(429, f"The server is busy with {self.in_flight} requests, its limit "
                         "(--max_concurrent_requests); try again shortly.", type="rate_limit_error",
                         code="rate_limit_exceeded", headers={"Retry-After": str(BUSY_RETRY_SECONDS)})

@@ -1,7 +1,8 @@
 """The HTTP application: routes, and the layers that every request passes before it reaches one.
 
-From the outside in: request id, CORS, API key, admission, body limit, error boundary, routes. Refusals therefore
-carry the request's id and CORS headers, and nothing of a body is read for a client that may not come in.
+From the outside in: root path, request id, CORS, API key, admission, body limit, error boundary, routes.
+Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
+not come in.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from xllm_npu.service.health import health_router
 from xllm_npu.service.models import models_router
 from xllm_npu.service.openapi import describe
 from xllm_npu.service.request_id import RequestIdMiddleware
+from xllm_npu.service.root_path import RootPathMiddleware
 from xllm_npu.service.tokenize import tokenize_router
 from xllm_npu.version import __version__
 
@@ -35,7 +37,7 @@ def create_app(master: LLMMaster, settings: Settings, admission: Admission | Non
     service = settings.service
     admission = admission or Admission(master, service.max_concurrent_requests)
     context = ApiContext(master, admission, served_model_names(settings))
-    app = FastAPI(title="xllm-npu", version=__version__, root_path=service.root_path)
+    app = FastAPI(title="xllm-npu", version=__version__)
     for router in (chat_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))
     add_error_handlers(app)
@@ -49,5 +51,7 @@ def create_app(master: LLMMaster, settings: Settings, admission: Admission | Non
         app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
     app.add_middleware(RequestIdMiddleware)
+    if service.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=service.root_path)
     describe(app)
     return app

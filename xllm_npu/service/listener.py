@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import ssl
 import stat
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,20 @@ class ListenError(RuntimeError):
 
 def listen(settings: ServiceSettings) -> socket.socket:
     return _listen_unix(settings.uds) if settings.uds else _listen_tcp(settings.host, settings.port)
+
+
+def check_tls(settings: ServiceSettings) -> None:
+    """Load the TLS files once, to fail before the model loads."""
+    if not settings.ssl_certfile:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as exc:
+        raise ListenError(f"The TLS files cannot be used: {exc.strerror or exc}. Check --ssl_certfile, "
+                          "--ssl_keyfile and --ssl_ca_certs.") from exc
 
 
 def url_of(sock: socket.socket, settings: ServiceSettings) -> str:

@@ -25,7 +25,7 @@ from xllm_npu.master.llm_master import EngineStatus, LLMMaster
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import create_app
 from xllm_npu.service.errors import unavailable
-from xllm_npu.service.listener import ListenError, listen, remove_unix_socket, url_of
+from xllm_npu.service.listener import ListenError, check_tls, listen, remove_unix_socket, url_of
 from xllm_npu.service.startup_screen import StartupScreen
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def run_server(settings: Settings) -> int:
     except ListenError as exc:
         return _fail(str(exc))
     try:
+        check_tls(settings.service)
         return serve(LLMMaster(settings), settings, sock)
+    except ListenError as exc:
+        return _fail(str(exc))
     finally:
         sock.close()
         remove_unix_socket(settings.service)
@@ -93,10 +96,12 @@ class ServerLife:
         try:
             failure = await self._supervise(http)
             await self._end_requests(failed=failure is not None)
+            if failure is None and self._master.status is EngineStatus.DEAD:
+                failure = self._engine_failure()  # it died while draining
         finally:
             await self._master.shutdown(self._engine_exit_seconds())
             self._http.should_exit = True
-            await http
+            await asyncio.wait([http])
         return failure
 
     async def _supervise(self, http: asyncio.Task[None]) -> str | None:
@@ -117,6 +122,9 @@ class ServerLife:
             return None
         if http.done():
             return f"The HTTP server stopped: {http.exception() or 'for no known reason'}"
+        return self._engine_failure()
+
+    def _engine_failure(self) -> str:
         return f"The engine stopped: {self._master.failure or 'for no known reason'}"
 
     async def _while_status(self, status: EngineStatus, http: asyncio.Task[None]) -> None:

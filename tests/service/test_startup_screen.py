@@ -1,0 +1,43 @@
+import io
+
+from tests.service.fake_master import INFO
+from xllm_npu.service.startup_screen import StartupScreen, amount, byte_text
+from xllm_npu.state.messages import EngineProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_bars_and_a_table(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    with StartupScreen(stream) as screen:
+        screen.on_progress(EngineProgress("Loading weights", 1, 2, "shards"))
+        screen.on_progress(EngineProgress("Loading weights", 2, 2, "shards"))
+        screen.on_progress(EngineProgress("Warming up", 0, 0))
+    screen.show_ready(INFO, ("tiny",), "http://127.0.0.1:8000")
+    text = stream.getvalue()
+    assert "2 of 2 shards" in text
+    assert "Warming up" in text
+    assert "http://127.0.0.1:8000" in text
+    assert "1,024 tokens" in text
+
+
+def test_lines_are_few():
+    stream = io.StringIO()
+    with StartupScreen(stream) as screen:
+        for done in range(1001):
+            screen.on_progress(EngineProgress("Graphs", done, 1000))
+    assert stream.getvalue().splitlines() == [
+        "Graphs 0 of 1,000", "Graphs 250 of 1,000", "Graphs 500 of 1,000", "Graphs 750 of 1,000",
+        "Graphs 1,000 of 1,000"]
+
+
+def test_amounts():
+    assert amount(EngineProgress("x", 3 << 30, 4 << 30, "bytes")) == "3.0 GiB of 4.0 GiB"
+    assert amount(EngineProgress("x", 3, 0, "files")) == "3 files"
+    assert amount(EngineProgress("x", 0, 0)) == ""
+    assert byte_text(1 << 60) == "1048576.0 TiB"
