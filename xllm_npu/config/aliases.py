@@ -1,7 +1,7 @@
 """Other names for settings: those that users of vLLM, SGLang and older launch files know.
 
-An alias names one setting and may turn its value; it is taken wherever a setting's own name is (flag, environment,
-JSON). Values are as given: strings from flags and the environment, JSON values from files.
+An alias names one setting and may turn its value; it is taken wherever a setting's own name is (flag,
+environment, JSON). Values are as given: strings from flags and the environment, JSON values from files.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def translate_value(name: str, value: Any) -> tuple[str, Any]:
-    """A setting's own name with another system's value: `--scheduling-policy fcfs`, `--generation-config vllm`."""
+    """A setting's name with another system's value: `scheduling_policy=fcfs`, `generation_config=vllm`."""
     word = value.strip().lower() if isinstance(value, str) else value
     if name == "scheduling_policy" and word in ("fcfs", "priority"):
         return "priority_strategy", word

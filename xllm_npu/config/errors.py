@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class SettingsError(ValueError):
-    """One or more settings cannot be used; every problem says which spelling was given and what would work."""
+    """One or more settings cannot be used; every problem names the spelling given and what would work."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)

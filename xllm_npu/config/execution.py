@@ -14,28 +14,28 @@ class ExecutionSettings(Section):
     """Execution"""
 
     platform: Annotated[str, CaseFolded, Metavar("NAME")] = Field(
-        "auto",
+        default="auto",
         min_length=1,
         description="npu, cuda, cpu or an installed plugin's; auto: the first that works",
     )
-    device_id: int = Field(-1, ge=-1, le=1023, description="index of the device; -1: the first visible one")
+    device_id: int = Field(default=-1, ge=-1, le=1023, description="index of the device; -1: the first visible one")
     # The reference has a flag of this name for its RPC threads; here it is what torch and numba compute with.
     num_threads: int = Field(
-        0, ge=0, le=4096, description="CPU threads for computation; 0: one for each usable core"
+        default=0, ge=0, le=4096, description="CPU threads for computation; 0: one for each usable core"
     )
     random_seed: int = Field(
-        -1, ge=-1, le=2**63 - 1, description="seed for requests that give none; -1: a new one at each start"
+        default=-1, ge=-1, le=2**63 - 1, description="seed for requests that give none; -1: a new one at each start"
     )
     attention_backend: Annotated[str, CaseFolded, Metavar("NAME")] = Field(
-        "auto", min_length=1, description="attention implementation; auto: the platform's first choice"
+        default="auto", min_length=1, description="attention implementation; auto: the platform's first choice"
     )
-    enable_graph: bool = Field(False, description="capture decode steps as graphs (cpu: compile them)")
-    graph_batch_sizes: Counts = Field((), description="batch sizes to capture; default: the platform's")
+    enable_graph: bool = Field(default=False, description="capture decode steps as graphs (cpu: compile them)")
+    graph_batch_sizes: Counts = Field(default=(), description="batch sizes to capture; default: the platform's")
     max_tokens_for_graph_mode: int = Field(
-        2048, ge=1, le=2**24, description="steps with more tokens run eagerly"
+        default=2048, ge=1, le=2**24, description="steps with more tokens run eagerly"
     )
     acl_graph_decode_batch_size_limit: int = Field(
-        16, ge=1, le=65536, description="largest decode batch captured on npu"
+        default=16, ge=1, le=65536, description="largest decode batch captured on npu"
     )
 
     @field_validator("graph_batch_sizes")

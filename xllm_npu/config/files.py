@@ -14,11 +14,11 @@ class FileSettings(Section):
     """Configuration files"""
 
     config_json_file: FilePath = Field(
-        None, description="JSON object of settings; flags and environment win over it"
+        default=None, description="JSON object of settings; flags and environment win over it"
     )
     enable_dump_config_json: bool = Field(
-        False, description="write the settings that are not at their default at start"
+        default=False, description="write the settings that are not at their default at start"
     )
     dump_config_json_file: Annotated[str, Metavar("FILE")] = Field(
-        "xllm_config.json", min_length=1, description="where enable-dump-config-json writes"
+        default="xllm_config.json", min_length=1, description="where enable-dump-config-json writes"
     )

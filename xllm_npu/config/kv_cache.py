@@ -13,24 +13,24 @@ from xllm_npu.config.values import ByteCount, CaseFolded
 class KvCacheSettings(Section):
     """KV cache"""
 
-    block_size: int = Field(128, ge=1, le=4096, description="tokens in one block")
+    block_size: int = Field(default=128, ge=1, le=4096, description="tokens in one block")
     max_cache_size: ByteCount = Field(
-        0, ge=0, le=2**50, description="KV cache size, such as 2GiB; 0: what max-memory-utilization leaves"
+        default=0, ge=0, le=2**50, description="KV cache size, such as 2GiB; 0: what max-memory-utilization leaves"
     )
     max_memory_utilization: float = Field(
-        0.8,
+        default=0.8,
         gt=0,
         le=1,
         description="share of the device's memory that weights, activations and KV cache may fill",
     )
     kv_cache_dtype: Annotated[Literal["auto"], CaseFolded] = Field(
-        "auto", description="dtype of cached keys and values; auto: the model's"
+        default="auto", description="dtype of cached keys and values; auto: the model's"
     )
-    enable_prefix_cache: bool = Field(True, description="reuse the KV blocks of equal prompt beginnings")
-    # Off in the reference. On here: two requests of one batch with an equal prefix would otherwise compute it twice.
+    enable_prefix_cache: bool = Field(default=True, description="reuse the KV blocks of equal prompt beginnings")
+    # Off in the reference. On here: two requests of one batch with an equal prefix would compute it twice.
     enable_in_batch_prefix_cache: bool = Field(
-        True, description="share prefixes between requests that are prefilled in the same step"
+        default=True, description="share prefixes between requests that are prefilled in the same step"
     )
     xxh3_128bits_seed: int = Field(
-        1024, ge=0, le=2**64 - 1, description="seed of the block hash; servers that exchange KV need the same"
+        default=1024, ge=0, le=2**64 - 1, description="seed of the block hash; servers that exchange KV need the same"
     )

@@ -69,9 +69,7 @@ def load_settings(argv: Sequence[str] = (), environment: Mapping[str, str] | Non
     return load(argv, environment)[0].settings
 
 
-def settings_sources(
-    argv: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> dict[str, Source]:
+def settings_sources(argv: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, Source]:
     return load(argv, environment)[0].sources
 
 
@@ -124,9 +122,7 @@ def _load_layers(top: Layer, environment: Mapping[str, str]) -> Loaded:
                  if name in layer.values and layer.values[name].value), None)  # fmt: skip
     if path is not None:
         layers.append(build_layer(FILE, read_json_file(path)))
-    winners = {
-        name: (layer.kind, given) for layer in reversed(layers) for name, given in layer.values.items()
-    }
+    winners = {name: (layer.kind, given) for layer in reversed(layers) for name, given in layer.values.items()}
     settings = _validate(layers, {name: given for name, (_, given) in winners.items()})
     sources = {name: Source(DEFAULT) for name in setting_fields()}
     sources |= {name: Source(kind, given.spelled) for name, (kind, given) in winners.items()}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xllm_npu.config.section import Section
-from xllm_npu.config.values import CaseFolded, DtypeSpelling, FilePath, Metavar, OptionalTokenCount
+from xllm_npu.config.values import CaseFolded, DtypeSpelling, Metavar, OptionalTokenCount
 
 DEFAULT_MODEL = "smollm2"
 
@@ -16,38 +16,38 @@ class ModelSettings(Section):
     """Model"""
 
     model: Annotated[str, Metavar("MODEL")] = Field(
-        DEFAULT_MODEL,
+        default=DEFAULT_MODEL,
         min_length=1,
         description="directory, .gguf file, hub id, or smollm2 (pulled on first use)",
     )
     model_id: Annotated[str | None, Metavar("NAME")] = Field(
-        None, description="the model's name in the API; default: the directory's name or hub id"
+        default=None, description="the model's name in the API; default: the directory's name or hub id"
     )
     revision: Annotated[str | None, Metavar("REV")] = Field(
-        None, description="branch, tag or commit of a hub id"
+        default=None, description="branch, tag or commit of a hub id"
     )
-    use_modelscope: bool = Field(False, description="resolve a hub id at ModelScope instead of Hugging Face")
+    use_modelscope: bool = Field(default=False, description="resolve a hub id at ModelScope instead of Hugging Face")
     download_dir: Annotated[str | None, Metavar("DIR")] = Field(
-        None, description="where hub ids are downloaded to; default: the user's cache"
+        default=None, description="where hub ids are downloaded to; default: the user's cache"
     )
     tokenizer: Annotated[str | None, Metavar("DIR")] = Field(
-        None, description="directory of another tokenizer; default: the model's own"
+        default=None, description="directory of another tokenizer; default: the model's own"
     )
     chat_template: Annotated[str | None, Metavar("FILE")] = Field(
-        None, description="Jinja file, or the template itself; default: the model's own"
+        default=None, description="Jinja file, or the template itself; default: the model's own"
     )
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], DtypeSpelling] = Field(
-        "auto", description="computation dtype; auto: the checkpoint's, where the device has it"
+        default="auto", description="computation dtype; auto: the checkpoint's, where the device has it"
     )
     max_model_len: OptionalTokenCount = Field(
-        None,
+        default=None,
         ge=1,
         le=2**26,
         description="longest prompt plus output in tokens; default: the model's own limit",
     )
     generation_config: Annotated[Literal["auto", "none"], CaseFolded] = Field(
-        "auto", description="auto: sampling defaults from the model's generation_config.json"
+        default="auto", description="auto: sampling defaults from the model's generation_config.json"
     )
     max_logprobs: int = Field(
-        20, ge=0, le=20, description="most logprobs a request may ask for at one position"
+        default=20, ge=0, le=20, description="most logprobs a request may ask for at one position"
     )

@@ -1,6 +1,6 @@
 """Which names exist, and the nearest one to a name that does not.
 
-A name is spelled with '-' or '_' and in any case of letters by the environment; here it is canonical: lower case, '_'.
+A user spells a name with '-' or '_' (in the environment: in capitals); here it is canonical: lower case, '_'.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from xllm_npu.config.values import CaseFolded, Metavar
 class ParallelSettings(Section):
     """Parallelism"""
 
-    tp_size: int = Field(1, ge=1, le=1024, description="devices that share each tensor")
-    dp_size: int = Field(1, ge=1, le=1024, description="copies of the model that share the requests")
-    ep_size: int = Field(1, ge=1, le=1024, description="devices that share the experts")
+    tp_size: int = Field(default=1, ge=1, le=1024, description="devices that share each tensor")
+    dp_size: int = Field(default=1, ge=1, le=1024, description="copies of the model that share the requests")
+    ep_size: int = Field(default=1, ge=1, le=1024, description="devices that share the experts")
     communication_backend: Annotated[Literal["auto", "hccl", "nccl", "gloo"], CaseFolded] = Field(
-        "auto", description="torch.distributed backend; auto: the platform's"
+        default="auto", description="torch.distributed backend; auto: the platform's"
     )
 
 
@@ -25,7 +25,7 @@ class DistributedSettings(Section):
     """Several machines"""
 
     master_node_addr: Annotated[str, Metavar("ADDR:PORT")] = Field(
-        "127.0.0.1:19888", min_length=1, description="where node 0 waits for the others"
+        default="127.0.0.1:19888", min_length=1, description="where node 0 waits for the others"
     )
-    nnodes: int = Field(1, ge=1, le=4096, description="machines")
-    node_rank: int = Field(0, ge=0, le=4095, description="which of them this is")
+    nnodes: int = Field(default=1, ge=1, le=4096, description="machines")
+    node_rank: int = Field(default=0, ge=0, le=4095, description="which of them this is")

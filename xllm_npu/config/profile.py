@@ -13,26 +13,26 @@ class ProfileSettings(Section):
     """Latency"""
 
     enable_latency_aware_schedule: bool = Field(
-        False, description="bound each step by the time it is predicted to take"
+        default=False, description="bound each step by the time it is predicted to take"
     )
     max_global_ttft_ms: int = Field(
-        UNLIMITED_MS,
+        default=UNLIMITED_MS,
         ge=1,
         le=UNLIMITED_MS,
         description="target for the time to the first token, of requests that name none",
     )
     max_global_tpot_ms: int = Field(
-        UNLIMITED_MS,
+        default=UNLIMITED_MS,
         ge=1,
         le=UNLIMITED_MS,
         description="target for the time between tokens, of requests that name none",
     )
     enable_profile_step_time: bool = Field(
-        False, description="measure at start how long steps take, for the prediction"
+        default=False, description="measure at start how long steps take, for the prediction"
     )
     enable_profile_token_budget: bool = Field(
-        False, description="derive the token budget of a step from that measurement"
+        default=False, description="derive the token budget of a step from that measurement"
     )
     profile_max_prompt_length: int = Field(
-        2048, ge=1, le=2**24, description="longest prompt of that measurement"
+        default=2048, ge=1, le=2**24, description="longest prompt of that measurement"
     )

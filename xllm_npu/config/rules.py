@@ -21,7 +21,7 @@ def _one_device(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]
     for name, only in SINGLE_VALUED.items():
         value = getattr(getattr(settings, setting_fields()[name].section), name)
         if value != only:
-            yield f"{spelled.get(name, flag(name))}={value} is not available in this version; it takes {only}."
+            yield f"{spelled.get(name, flag(name))}={value} is not available in this version, only {only} is."
 
 
 def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
@@ -77,7 +77,8 @@ def _one_address(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str
     s = settings.service
     both = [spelled[name] for name in ("host", "port") if name in spelled]
     if s.uds and both:
-        yield f"{spelled.get('uds', '--uds')} listens on a file instead of {' and '.join(both)}; give one of them."
+        uds = spelled.get("uds", "--uds")
+        yield f"{uds} listens on a file instead of {' and '.join(both)}; give one of them."
     if s.uds and not Path(s.uds).expanduser().absolute().parent.is_dir():
         yield f"{spelled.get('uds', '--uds')}={s.uds}: its directory does not exist."
 
@@ -101,9 +102,7 @@ def _chat_template(settings: Settings, spelled: Mapping[str, str]) -> Iterator[s
 
 def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     tokenizer = settings.model.tokenizer
-    looks_local = tokenizer is not None and (
-        tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1
-    )
+    looks_local = tokenizer is not None and (tokenizer.startswith((".", "/", "~")) or tokenizer.count("/") > 1)
     if tokenizer and looks_local and not Path(tokenizer).expanduser().exists():
         yield f"{spelled.get('tokenizer', '--tokenizer')}={tokenizer}: there is no such directory."
 

@@ -17,36 +17,36 @@ class SchedulerSettings(Section):
     """Scheduler"""
 
     scheduling_policy: SchedulingPolicy = Field(
-        "decode_first", description="which stage gets the step's budget first; unified: one list by urgency"
+        default="decode_first", description="which stage gets the step's budget first; unified: one list by urgency"
     )
-    priority_strategy: PriorityStrategy = Field("fcfs", description="order of waiting requests")
+    priority_strategy: PriorityStrategy = Field(default="fcfs", description="order of waiting requests")
     max_tokens_per_batch: TokenCount = Field(
-        10240, ge=1, le=2**24, description="tokens in one step, prefill and decode together"
+        default=10240, ge=1, le=2**24, description="tokens in one step, prefill and decode together"
     )
-    max_seqs_per_batch: int = Field(1024, ge=1, le=65536, description="sequences in one step")
-    enable_chunked_prefill: bool = Field(True, description="split long prompts over several steps")
+    max_seqs_per_batch: int = Field(default=1024, ge=1, le=65536, description="sequences in one step")
+    enable_chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")
     max_tokens_per_chunk_for_prefill: TokenCount = Field(
-        -1, ge=-1, le=2**24, description="tokens of one prompt in one step; -1: max-tokens-per-batch"
+        default=-1, ge=-1, le=2**24, description="tokens of one prompt in one step; -1: max-tokens-per-batch"
     )
     prefill_scheduling_memory_usage_threshold: float = Field(
-        0.95, gt=0, le=1, description="share of used KV blocks above which no new prompt starts"
+        default=0.95, gt=0, le=1, description="share of used KV blocks above which no new prompt starts"
     )
     # Off in the reference. On here: without it the device waits while the host prepares the next step.
     enable_schedule_overlap: bool = Field(
-        True, description="prepare the next step while the device runs this one"
+        default=True, description="prepare the next step while the device runs this one"
     )
-    enable_online_preempt_offline: bool = Field(True, description="online requests may push out offline ones")
-    enable_starve_prevent: bool = Field(True, description="requests that have waited too long go first")
+    enable_online_preempt_offline: bool = Field(default=True, description="online requests may push out offline ones")
+    enable_starve_prevent: bool = Field(default=True, description="requests that have waited too long go first")
     starve_threshold: float = Field(
-        1.0, ge=0, le=1e6, description="how long is too long, in multiples of the request's time limit"
+        default=1.0, ge=0, le=1e6, description="how long is too long, in multiples of the request's time limit"
     )
     aggressive_coeff: float = Field(
-        1.0, ge=0, le=1e6, description="weight of a request's remaining time in the urgency order"
+        default=1.0, ge=0, le=1e6, description="weight of a request's remaining time in the urgency order"
     )
     use_zero_evict: bool = Field(
-        False,
-        description="admit a request only if no running one will have to be preempted for it (needs chunked prefill off)",
+        default=False,
+        description="admit a request only where nothing need be preempted for it; needs chunked prefill off",
     )
     max_decode_token_per_sequence: int = Field(
-        256, ge=1, le=2**24, description="output tokens that zero-evict expects of one sequence"
+        default=256, ge=1, le=2**24, description="output tokens that zero-evict expects of one sequence"
     )

@@ -16,43 +16,43 @@ class ServiceSettings(Section):
     """HTTP service"""
 
     host: Annotated[str, Metavar("ADDR")] = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
+        default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
     )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one")
-    uds: FilePath = Field(None, description="listen on this Unix socket instead of host and port")
+    port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 lets the system choose one")
+    uds: FilePath = Field(default=None, description="listen on this Unix socket instead of host and port")
     root_path: Annotated[str, Metavar("PATH")] = Field(
-        "", description="path prefix that a proxy in front strips, such as /llm"
+        default="", description="path prefix that a proxy in front strips, such as /llm"
     )
     ssl_keyfile: FilePath = Field(
-        None, description="private key (PEM); serves HTTPS together with ssl-certfile"
+        default=None, description="private key (PEM); serves HTTPS together with ssl-certfile"
     )
-    ssl_certfile: FilePath = Field(None, description="certificate chain (PEM)")
+    ssl_certfile: FilePath = Field(default=None, description="certificate chain (PEM)")
     ssl_ca_certs: FilePath = Field(
-        None, description="certificate authorities (PEM) that client certificates must come from"
+        default=None, description="certificate authorities (PEM) that client certificates must come from"
     )
     api_key: Secrets = Field(
-        (),
+        default=(),
         repr=False,
         description="keys that clients may send as bearer tokens; repeatable; none: no authentication",
     )
-    allowed_origins: Names = Field((), description="origins that browsers may call from (CORS); * for all")
+    allowed_origins: Names = Field(default=(), description="origins that browsers may call from (CORS); * for all")
     served_model_name: Names = Field(
-        (), description="names that requests may give as `model`; the first one is shown"
+        default=(), description="names that requests may give as `model`; the first one is shown"
     )
     max_concurrent_requests: int = Field(
-        200, ge=0, le=1_000_000, description="requests in flight before new ones get 429; 0: no limit"
+        default=200, ge=0, le=1_000_000, description="requests in flight before new ones get 429; 0: no limit"
     )
     max_body_bytes: ByteCount = Field(
-        32 * 2**20, ge=1024, le=2**40, description="largest request body; above it 413"
+        default=32 * 2**20, ge=1024, le=2**40, description="largest request body; above it 413"
     )
     shutdown_timeout: float = Field(
-        30.0, ge=0, le=86400, description="seconds that SIGTERM lets running requests finish"
+        default=30.0, ge=0, le=86400, description="seconds that SIGTERM lets running requests finish"
     )
     num_request_handling_threads: int = Field(
-        4, ge=1, le=256, description="threads that apply chat templates and tokenize"
+        default=4, ge=1, le=256, description="threads that apply chat templates and tokenize"
     )
-    enable_request_logging: bool = Field(False, description="log one line for each request (never its text)")
-    log_level: LogLevel = Field("info", description="least severe message that is logged")
+    enable_request_logging: bool = Field(default=False, description="log one line for each request (never its text)")
+    log_level: LogLevel = Field(default="info", description="least severe message that is logged")
 
     @field_serializer("api_key")
     def _mask(self, keys: tuple[str, ...]) -> list[str]:

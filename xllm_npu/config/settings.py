@@ -1,7 +1,7 @@
 """The one frozen object that says how this server is set.
 
-Building a `Settings` reads neither the environment nor a file: `config.load` does, and hands the layers over. What
-follows from a setting is a value or a function of its own; nothing is ever written back.
+Building a `Settings` reads neither the environment nor a file: `config.load` does, and hands the layers over.
+What follows from a setting is a value or a function of its own; nothing is ever written back.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from xllm_npu.config.service import ServiceSettings
 class Settings(BaseSettings):
     """Everything a user may set, by section."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", hide_input_in_errors=True, protected_namespaces=()
-    )
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
     model: ModelSettings = ModelSettings()
     service: ServiceSettings = ServiceSettings()

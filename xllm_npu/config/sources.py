@@ -50,9 +50,7 @@ def read_json_file(path: str) -> list[Given]:
     return given
 
 
-def _take(
-    path: str, section: str | None, key: str, value: Any, given: list[Given], problems: list[str]
-) -> None:
+def _take(path: str, section: str | None, key: str, value: Any, given: list[Given], problems: list[str]) -> None:
     name, where = canonical(key), f"{path}: {section + '.' if section else ''}{key}"
     known = setting_fields().get(name)
     if is_boolean(name, {}) is None:
@@ -79,13 +77,10 @@ def _load(path: str) -> dict[str, Any]:
         document = json.loads(text, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
     except json.JSONDecodeError as error:
         raise SettingsError(
-            f"The configuration file {path} is not JSON: {error.msg} at line {error.lineno}, "
-            f"column {error.colno}."
+            f"The configuration file {path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from error
     if not isinstance(document, dict):
-        raise SettingsError(
-            f'The configuration file {path} must hold a JSON object, such as {{"port": 8000}}.'
-        )
+        raise SettingsError(f'The configuration file {path} must hold a JSON object, such as {{"port": 8000}}.')
     return document
 
 

@@ -1,18 +1,19 @@
 """Names we know from the reference and from vLLM whose feature this version does not have.
 
-A launch file that spells out a default should not fail for it, so each name is accepted at a value that asks for
-nothing and refused at any other. Adding a feature means moving its name from here to a section.
+A launch file that spells out a default should not fail for it, so each name is accepted at a value that asks
+for nothing and refused at any other. Adding a feature means moving its name from here to a section.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Name -> the values that ask for nothing; the first one is the default and says whether the flag is a boolean.
+# Name -> the values that ask for nothing; the first is the default and says whether the flag is a boolean.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Service
     "rpc_idle_timeout_s": (-1,), "rpc_channel_timeout_ms": (-1,), "max_reconnect_count": (40,),
-    "num_response_handling_threads": (4,), "health_check_interval_ms": (3000,), "enable_json_object_output": (True,),
+    "num_response_handling_threads": (4,), "health_check_interval_ms": (3000,),
+    "enable_json_object_output": (True,),
     "enable_verbose_trace_log": (False,), "verbose_trace_log_path": ("",),
     "verbose_trace_log_max_size_mb": (1024,), "verbose_trace_log_max_files": (1000,),
     # Model
@@ -20,7 +21,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "python_model_path": ("",), "trust_remote_code": (False,), "limit_image_per_prompt": (8,),
     "max_encoder_cache_size": (0,), "reasoning_parser": ("",), "tool_call_parser": ("",),
     "enable_qwen3_reranker": (False,), "flashinfer_workspace_buffer_size": (128 * 2**20,),
-    "enable_return_mm_full_embeddings": (False,), "mm_download_headers": ("",), "use_audio_in_video": (False,),
+    "enable_return_mm_full_embeddings": (False,), "mm_download_headers": ("",),
+    "use_audio_in_video": (False,),
     "use_cpp_chat_template": (False, True), "enable_mistral_prompt_to_message": (False,),
     # Loading
     "enable_manual_loader": (False,), "enable_rolling_load": (False,), "rolling_load_num_cached_layers": (2,),
@@ -43,12 +45,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "cp_size": (1,), "kv_split_size": (1,), "sp_size": (1,), "cfg_size": (1,), "vae_size": (1,),
     "text_encoder_tp_size": (1,), "enable_prefill_sp": (False,), "enable_mm_encoder_dp": (False,),
     "enable_multi_stream_parallel": (False,), "micro_batch_num": (1,), "enable_dp_balance": (False,),
-    "enable_runtime_cp_dp_switch": (False,), "dual_mode_port_stride": (256,), "enable_flip_verbose_log": (False,),
+    "enable_runtime_cp_dp_switch": (False,), "dual_mode_port_stride": (256,),
+    "enable_flip_verbose_log": (False,),
     # Expert load balancing
     "enable_eplb": (False,), "redundant_experts_num": (1,), "eplb_update_interval": (1000,),
     "eplb_update_threshold": (0.8,), "expert_parallel_degree": (0,), "rank_tablefile": ("",),
     # Distributed
-    "xtensor_master_node_addr": ("127.0.0.1:19889", ""), "worker_memory_master_node_addr": ("127.0.0.1:19889", ""),
+    "xtensor_master_node_addr": ("127.0.0.1:19889", ""),
+    "worker_memory_master_node_addr": ("127.0.0.1:19889", ""),
     "etcd_addr": ("",), "etcd_namespace": ("",), "enable_service_routing": (False,),
     "heart_beat_interval": (0.5,), "etcd_ttl": (3,),
     # Prefill and decode on different servers
@@ -58,7 +62,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Speculation
     "draft_model": ("",), "draft_devices": ("",), "num_speculative_tokens": (0,),
     "speculative_algorithm": ("MTP", ""), "speculative_suffix_max_depth": (64,),
-    "speculative_suffix_factor": (1,), "speculative_suffix_offset": (0,), "speculative_suffix_min_prob": (0.1,),
+    "speculative_suffix_factor": (1,), "speculative_suffix_offset": (0,),
+    "speculative_suffix_min_prob": (0.1,),
     "speculative_suffix_cached_requests": (-1,), "speculative_suffix_tree": (False,),
     "enable_opt_validate_probs": (False,), "enable_atb_spec_kernel": (False,),
     "enable_mtp_draft_body_tp1": (False,), "enable_dspark_native_sas": (False,),
@@ -71,7 +76,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_graph_double_buffer": (True,), "enable_graph_mode_decode_no_padding": (False,),
     "enable_prefill_piecewise_graph": (False,), "enable_graph_vmm_pool": (True,), "enable_shm": (False,),
     "use_contiguous_input_buffer": (True,), "input_shm_size": (1024,), "output_shm_size": (128,),
-    "python_graph_backend": ("off", ""), "enable_task_pipeline": (False,), "enable_unified_mtp_graph": (False,),
+    "python_graph_backend": ("off", ""), "enable_task_pipeline": (False,),
+    "enable_unified_mtp_graph": (False,),
     # Kernels
     "npu_kernel_backend": ("AUTO", "TORCH"), "enable_fused_mc2": (-1, 0),
     "enable_customize_mla_kernel": (False,), "enable_intralayer_addnorm": (False,),
@@ -83,11 +89,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Diffusion and recommendation
     "max_requests_per_batch": (1,), "max_decode_rounds": (0,), "enable_constrained_decoding": (False,),
     # vLLM
-    "pipeline_parallel_size": (1,), "pp": (1,), "enable_expert_parallel": (False,), "max_num_queued_reqs": ("",),
+    "pipeline_parallel_size": (1,), "pp": (1,), "enable_expert_parallel": (False,),
+    "max_num_queued_reqs": ("",),
     "quantization": ("", "none"), "load_format": ("auto", "safetensors"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
     "max_lora_rank": ("", 16), "lora_modules": ("",), "enable_sleep_mode": (False,),
-    "enable_auto_tool_choice": (False,), "structured_outputs_config": ("",), "allowed_local_media_path": ("",),
+    "enable_auto_tool_choice": (False,), "structured_outputs_config": ("",),
+    "allowed_local_media_path": ("",),
     "allowed_media_domains": ("",), "limit_mm_per_prompt": ("",), "enable_prompt_tokens_details": (False,),
     "enable_force_include_usage": (False,), "additional_config": ("",), "swap_space": (0, ""),
     "cpu_offload_gb": (0,),
@@ -97,7 +105,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 SINGLE_VALUED: dict[str, int] = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1}
 
 _WHY = {
-    "trust_remote_code": "code from a checkpoint is never run; only the architectures of this package are served",
+    "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",
     "model_impl": "there is one implementation, python",
     "load_format": "weights are read from safetensors or .gguf, which the model's files tell",
 }

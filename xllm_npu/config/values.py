@@ -1,6 +1,6 @@
 """How one value is written: sizes in bytes, token counts, lists, dtypes, secrets.
 
-Each kind is an annotated type, so that a flag, an environment variable and a JSON key take the same spellings.
+Each kind is an annotated type: a flag, an environment variable and a JSON key take the same spellings.
 Knows no field and no section.
 """
 
@@ -31,7 +31,7 @@ class Metavar:
 
 
 class Secret(str):
-    """A string that shows itself only to code that uses it as a string; repr() and containers print a mask."""
+    """A string that only code which uses it as a string sees; repr() and containers print a mask."""
 
     __slots__ = ()
 
@@ -49,11 +49,7 @@ def parse_bytes(value: Any) -> Any:
         raise ValueError(f"takes a size such as 536870912, 512MiB or 2GiB, got {value!r}")
     number, unit, suffix = match.group(1), match.group(2).upper(), (match.group(3) or "").lower()
     base = 1000 if unit and suffix == "b" else 1024
-    return (
-        round(float(number) * base ** " KMGT".index(unit or " "))
-        if not number.isdigit() or unit
-        else int(number)
-    )
+    return round(float(number) * base ** " KMGT".index(unit or " ")) if not number.isdigit() or unit else int(number)
 
 
 def parse_count(value: Any) -> Any:
@@ -77,9 +73,7 @@ def split_list(value: Any) -> Any:
     if isinstance(value, str):
         return _split_text(value)
     if isinstance(value, (list, tuple)):
-        return tuple(
-            part for item in value for part in (_split_text(item) if isinstance(item, str) else (item,))
-        )
+        return tuple(part for item in value for part in (_split_text(item) if isinstance(item, str) else (item,)))
     return (value,)
 
 
@@ -110,8 +104,6 @@ OptionalTokenCount = Annotated[int | None, BeforeValidator(parse_optional_count)
 FilePath = Annotated[str | None, Metavar("FILE")]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_list), Metavar("NAME,...")]
 Counts = Annotated[tuple[int, ...], BeforeValidator(split_list), Metavar("N,...")]
-Secrets = Annotated[
-    tuple[Annotated[str, AfterValidator(Secret)], ...], BeforeValidator(split_list), Metavar("KEY,...")
-]
+Secrets = Annotated[tuple[Annotated[str, AfterValidator(Secret)], ...], BeforeValidator(split_list), Metavar("KEY,...")]
 CaseFolded = BeforeValidator(_lower)
 DtypeSpelling = BeforeValidator(parse_dtype)
