@@ -65,7 +65,8 @@ def test_forks_survive_a_small_cache():
 def test_stop_tokens_end_a_sequence_at_once(overlap, many):
     wanted = expected_output(range(5), 12, 50_000)
     driver = Driver(overlap, vocab=50_000)
-    driver.scheduler.add(add_request(1, range(5), max_tokens=12, stop_token_ids=(*range(60_000, 60_000 + many), wanted[6])))
+    stops = (*range(60_000, 60_000 + many), wanted[6])
+    driver.scheduler.add(add_request(1, range(5), max_tokens=12, stop_token_ids=stops))
     driver.run()
     assert driver.output(1) == wanted[:7]
     end = driver.finished[sequence_key(1, 0)]

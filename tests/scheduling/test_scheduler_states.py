@@ -41,7 +41,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = len(self.prompts)
         prompt = [*range(shared), *own]
         self.prompts[request_id] = (prompt, max_tokens, n)
-        self.scheduler.add(add_request(request_id, prompt, max_tokens=max_tokens, n=n, priority=priority, offline=offline))
+        self.scheduler.add(add_request(request_id, prompt, max_tokens=max_tokens, n=n, priority=priority,
+                                       offline=offline))
 
     @rule()
     def schedule(self):

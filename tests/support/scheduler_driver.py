@@ -15,14 +15,15 @@ from xllm_npu.state.sampling_params import SamplingParams
 
 
 def add_request(request_id: int, prompt, **params) -> AddRequest:
-    extra = {k: params.pop(k) for k in ("priority", "offline", "cache_salt", "ttft_slo_ms", "tpot_slo_ms") if k in params}
+    names = ("priority", "offline", "cache_salt", "ttft_slo_ms", "tpot_slo_ms")
+    extra = {k: params.pop(k) for k in names if k in params}
     return AddRequest(request_id=request_id, external_id=f"r{request_id}", prompt=np.array(prompt, np.int32).tobytes(),
                       params=SamplingParams(**params), arrival_time=0.0, **extra)
 
 
 class Driver:
     def __init__(self, overlap: bool = False, vocab: int = 1000, **options) -> None:
-        defaults = dict(max_seqs=8, max_tokens=64, max_model_len=128, num_blocks=40, block_size=4)
+        defaults = {"max_seqs": 8, "max_tokens": 64, "max_model_len": 128, "num_blocks": 40, "block_size": 4}
         self.options = SchedulerOptions(**{**defaults, **options})
         self.scheduler = Scheduler(self.options)
         self.worker = ScriptedWorker(self.options.num_blocks, self.options.block_size, self.options.max_seqs, vocab)

@@ -34,7 +34,7 @@ class StepInput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
     admitted: list[RowAdmission] = msgspec.field(default_factory=list)
     released: list[int] = msgspec.field(default_factory=list)
-    prompt_logprobs: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
 
     def array(self, name: str) -> I32:
         return np.frombuffer(getattr(self, name), np.int32)

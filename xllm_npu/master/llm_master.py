@@ -1,20 +1,46 @@
 """The composition root of the HTTP process: tokenizer, request factory, output dispatcher, engine client.
 
 `service/` talks to this and to nothing below it. Runs on one asyncio event loop; whatever may block (templates,
-tokenizing long prompts) runs on a small thread pool.
+tokenizing, loading the tokenizer) runs on a small thread pool.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import enum
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.master.engine_client import EngineClient
+from xllm_npu.master.request_stream import RequestStream
+from xllm_npu.master.request_timing import RequestTiming
+from xllm_npu.metrics import Metrics
+from xllm_npu.state.messages import (
+    AbortRequest,
+    EngineMessage,
+    EngineProgress,
+    EngineReady,
+    EngineStats,
+    StepOutputs,
+)
+from xllm_npu.state.output import RequestOutput
+
 if TYPE_CHECKING:
-    from xllm_npu.master.request_factory import GenerationInput
-    from xllm_npu.state.messages import EngineReady, EngineStats
-    from xllm_npu.state.output import RequestOutput
+    from xllm_npu.master.output_dispatcher import OutputDispatcher
+    from xllm_npu.master.request_factory import GenerationInput, RequestFactory
+    from xllm_npu.text.chat_template import ChatTemplate
     from xllm_npu.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+TEXT_THREADS = 4
 
 
 class EngineStatus(enum.Enum):
@@ -29,29 +55,163 @@ class EngineDeadError(RuntimeError):
 
 
 class LLMMaster:
-    status: EngineStatus
-    failure: str | None  # why status is DEAD
-    info: EngineReady | None  # None until READY
-    stats: EngineStats  # the latest
+    """`status` goes from LOADING to READY, and to DEAD when the engine dies; `failure` then says why."""
+
     tokenizer: Tokenizer
 
-    def generate(self, request: GenerationInput) -> AsyncIterator[RequestOutput]:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.status = EngineStatus.LOADING
+        self.failure: str | None = None
+        self.info: EngineReady | None = None
+        self.stats = EngineStats()
+        self.metrics = Metrics()
+        self.default_sampling: dict[str, float] = {}
+        self.on_progress: Callable[[EngineProgress], None] = lambda _: None
+        self._client = EngineClient(settings, self._on_message, self._on_exit)
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self._timings: dict[int, RequestTiming] = {}
+        self._template: ChatTemplate
+        self._factory: RequestFactory
+        self._dispatcher: OutputDispatcher | None = None
+        self._readying: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine process; `status` tells when it is READY."""
+        await self._client.start()
+        self._pool.submit(_import_text)  # while the engine loads
+
+    # What service/ calls
+
+    def generate(self, request: GenerationInput, stream: bool = True) -> AsyncIterator[RequestOutput]:
         """Check and submit at once (raises InvalidParameter, EngineDeadError), then iterate outputs.
 
-        The last output has finished=True. Closing the iterator early aborts the request in the engine.
+        The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
+        Without `stream` there is one output, at the end.
         """
-        raise NotImplementedError
+        if self._dispatcher is None or self.status is EngineStatus.DEAD:
+            raise EngineDeadError(self.failure or "The engine is not ready.")
+        message = self._factory.make(request)
+        request_id = message.request_id
+        timing = self._timings[request_id] = RequestTiming(message, self.metrics)
+        outputs = RequestStream(lambda: self._abandon(request_id))
+
+        def sink(output: RequestOutput) -> None:
+            timing.on_output(output)
+            if output.finished:
+                self._timings.pop(request_id, None)
+            outputs.put(output)
+
+        self._dispatcher.open(message, sink, stream)
+        self._client.send(message)
+        return outputs
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
-        raise NotImplementedError
+        return await self._in_pool(self.tokenizer.encode, text, add_special_tokens)  # type: ignore[no-any-return]
 
-    async def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Apply the model's chat template and tokenize, off the event loop. Raises InvalidParameter."""
-        raise NotImplementedError
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **template_kwargs: Any
+    ) -> list[int]:
+        """Apply the model's chat template and tokenize, off the event loop. Raises InvalidParameter.
+
+        `template_kwargs` are those of `ChatTemplate.render`.
+        """
+
+        def work() -> list[int]:
+            text = self._template.render(messages, **template_kwargs)
+            return self.tokenizer.encode(text, add_special_tokens)
+
+        return await self._in_pool(work)  # type: ignore[no-any-return]
 
     async def decode(self, token_ids: list[int]) -> str:
-        raise NotImplementedError
+        return await self._in_pool(self.tokenizer.decode, token_ids, False)  # type: ignore[no-any-return]
+
+    async def _in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def check_health(self) -> bool:
-        raise NotImplementedError
+        return self.status in (EngineStatus.READY, EngineStatus.DRAINING) and self._client.alive
+
+    async def shutdown(self, patience: float) -> None:
+        """End the engine process within `patience` seconds, by force if it must be; open requests end with an error."""
+        if self._readying is not None:
+            self._readying.cancel()
+            await asyncio.gather(self._readying, return_exceptions=True)
+        if self._dispatcher is not None:
+            self._dispatcher.fail_all("The server is shutting down.")
+        await self._client.stop(patience)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def kill(self) -> None:
+        """At once; nothing is drained."""
+        self._client.kill()
+
+    # What the engine says
+
+    def _on_message(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self._on_outputs(message)
+        elif isinstance(message, EngineProgress):
+            self.on_progress(message)
+        elif isinstance(message, EngineReady):
+            self._readying = asyncio.create_task(self._become_ready(message))
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        for info in outputs.prompts:
+            timing = self._timings.get(info.request_id)
+            if timing is not None:
+                timing.on_prompt(info)
+        assert self._dispatcher is not None, "outputs before any request"
+        self._dispatcher.handle(outputs)
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+            self.metrics.set_engine(**msgspec.structs.asdict(outputs.stats))
+
+    async def _become_ready(self, ready: EngineReady) -> None:
+        try:
+            directory = Path(self.settings.model.tokenizer or ready.tokenizer_dir)
+            template = self.settings.model.chat_template
+            self.tokenizer, self._template = await self._in_pool(_load_text, directory, template)
+        except Exception as error:
+            log.debug("the tokenizer cannot be loaded", exc_info=True)
+            self._on_exit(f"The model's tokenizer cannot be used: {error}")
+            return
+        from xllm_npu.master.output_dispatcher import OutputDispatcher
+        from xllm_npu.master.request_factory import RequestFactory
+
+        self._factory = RequestFactory(self.tokenizer, ready, self.settings.model.max_logprobs)
+        self._dispatcher = OutputDispatcher(self.tokenizer, self._send_abort)
+        if self.settings.model.generation_config == "auto":
+            self.default_sampling = ready.default_sampling
+        self.metrics.set_model(ready.model_name, {"block_size": ready.block_size, "num_kv_blocks": ready.num_kv_blocks})
+        self.info = ready
+        if self.status is EngineStatus.LOADING:
+            self.status = EngineStatus.READY
+
+    def _on_exit(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self.status = EngineStatus.DEAD
+        if self._dispatcher is not None:
+            self._dispatcher.fail_all(f"The engine stopped: {reason}")
+
+    def _send_abort(self, message: AbortRequest) -> None:
+        self._client.send(message)
+
+    def _abandon(self, request_id: int) -> None:
+        timing = self._timings.pop(request_id, None)
+        if self._dispatcher is not None and self._dispatcher.close(request_id) and timing is not None:
+            timing.on_end("abort")
+
+
+def _import_text() -> None:
+    with contextlib.suppress(ImportError):  # reported when it is used
+        import xllm_npu.text.tokenizer  # noqa: F401
+
+
+def _load_text(directory: Path, template: str | None) -> tuple[Tokenizer, ChatTemplate]:
+    from xllm_npu.text.chat_template import ChatTemplate
+    from xllm_npu.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(directory)
+    return tokenizer, ChatTemplate.of(tokenizer, template)

@@ -30,15 +30,15 @@ from xllm_npu.scheduling.waiting_queue import WaitingQueue
 from xllm_npu.state.batch import Batch, BatchGroup, RowAdmission, StepResult
 from xllm_npu.state.batch_table import DECODE, STOP_COLUMNS
 from xllm_npu.state.messages import (
-    FINISH_ABORT,
     FINISH_ERROR,
     SEQUENCES_PER_REQUEST,
     AddRequest,
     EngineStats,
     Finished,
     StepOutputs,
+    sequence_key,
 )
-from xllm_npu.state.request import Request, Sequence, SequenceState
+from xllm_npu.state.request import NO_ROW, Request, Sequence, SequenceState
 from xllm_npu.state.stopping import max_total_tokens, stop_token_ids
 
 I32 = npt.NDArray[np.int32]
@@ -81,7 +81,7 @@ class Scheduler:
             ))
         reason = self._impossible(request, max_total)
         if reason:
-            self._pending_finished += [Finished(s.key, FINISH_ERROR, message=reason) for s in request.sequences]
+            self.refuse(message, reason)
             return
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
@@ -90,6 +90,11 @@ class Scheduler:
         lead = request.sequences[0]
         lead.fork_on_sample = len(request.sequences) > 1
         self._enqueue(lead)
+
+    def refuse(self, message: AddRequest, reason: str) -> None:
+        """End a request that was never queued, with an error in the next outputs."""
+        keys = [sequence_key(message.request_id, i) for i in range(message.params.num_sequences)]
+        self._pending_finished += [Finished(key, FINISH_ERROR, message=reason) for key in keys]
 
     def _impossible(self, request: Request, max_total: int) -> str | None:
         """Why this request can never be served, or None."""
@@ -114,7 +119,7 @@ class Scheduler:
                 sequence.chain, request.root, sequence.tokens, len(sequence.tokens))
         self.waiting.push(sequence)
 
-    def abort(self, keys: list[int], reason: int = FINISH_ABORT) -> None:
+    def abort(self, keys: list[int]) -> None:
         """End sequences now; nothing is reported for them. Unknown keys are ones that ended already."""
         for key in keys:
             request = self.requests.get(key // SEQUENCES_PER_REQUEST)
@@ -466,7 +471,8 @@ class Scheduler:
         """Assert that rows, blocks, queues and requests agree; costs O(blocks)."""
         self.running.check_integrity()
         for sequence in self.waiting:
-            assert sequence.state is SequenceState.WAITING and sequence.row == -1
+            assert sequence.state is SequenceState.WAITING
+            assert sequence.row == NO_ROW
         for request in self.requests.values():
             unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
             assert len(unfinished) == request.num_unfinished > 0
@@ -489,5 +495,4 @@ def _admission(sequence: Sequence) -> RowAdmission:
         row=sequence.row, sequence_index=sequence.index, params=p, stop_ids=sequence.stop_ids,
         prompt=sequence.tokens[:n].tobytes() if history else b"",
         output=sequence.tokens[n:].tobytes() if history else b"",
-        request_id=sequence.request.request_id,
     )

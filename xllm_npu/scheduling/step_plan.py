@@ -46,7 +46,7 @@ class StepPlan:
         source = np.arange(decodes, dtype=np.int32)
         receiver = rows
         output = start + 1 - table.num_prompt[rows]
-        prompt_logprobs: list[tuple[int, int]] = []
+        prompt_logprobs: list[tuple[int, int, int]] = []
         if self.prefill:
             p_rows, p_start, p_new, p_source, p_receiver = self._prefill_columns(decodes, table, prompt_logprobs)
             rows = np.concatenate((rows, p_rows))
@@ -63,7 +63,7 @@ class StepPlan:
         )
 
     def _prefill_columns(
-        self, offset: int, table: BatchTable, prompt_logprobs: list[tuple[int, int]]
+        self, offset: int, table: BatchTable, prompt_logprobs: list[tuple[int, int, int]]
     ) -> tuple[I32, I32, I32, I32, I32]:
         siblings: dict[Sequence, list[Sequence]] = {}
         for source, sibling in self.forks:
@@ -79,7 +79,9 @@ class StepPlan:
                     receivers.append(receiver.row)
             wanted = sequence.request.message.params.prompt_logprobs
             if wanted is not None and sequence.index == 0:
-                prompt_logprobs.append((i, wanted))
+                end = first + count
+                following = int(table.token_ids[sequence.row, end]) if end < sequence.num_prompt else -1
+                prompt_logprobs.append((i, wanted, following))
         return _column(rows), _column(start), _column(new), _column(samples), _column(receivers)
 
 

@@ -30,7 +30,8 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, sequence: Sequence) -> None:
-        assert sequence.state is SequenceState.WAITING and sequence not in self._members
+        assert sequence.state is SequenceState.WAITING
+        assert sequence not in self._members
         self._members.add(sequence)
         heapq.heappush(self._heap, sequence)
         self._oldest.append(sequence)

@@ -28,7 +28,6 @@ class RowAdmission(msgspec.Struct, array_like=True, kw_only=True):
     stop_ids: list[int]  # suppressed until min_tokens; EOS included
     prompt: bytes = b""  # int32; only if a penalty or bad word looks at it
     output: bytes = b""  # int32; tokens generated before a preemption, likewise
-    request_id: int = 0  # with the sequence index: the base of an unseeded request's random numbers
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +45,8 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, copied in order before the forward pass
     admitted: list[RowAdmission] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # rows whose worker-side state ends before this step
-    prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)  # (index into rows, k)
+    # (index into rows, k, the prompt token after this step's positions or -1)
+    prompt_logprobs: list[tuple[int, int, int]] = field(default_factory=list)
     scheduled_at: float = 0.0  # monotonic
 
     @property

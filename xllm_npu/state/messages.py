@@ -63,7 +63,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    num_kv_blocks: int
+    num_kv_blocks: int  # that requests can use
     block_size: int
     max_seqs: int
     max_tokens_per_batch: int
@@ -72,6 +72,8 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     graph_sizes: list[int]
     load_seconds: float
     chunked_prefill: bool = True
+    tokenizer_dir: str = ""
+    default_sampling: dict[str, float] = msgspec.field(default_factory=dict)  # from generation_config.json
 
 
 class EngineProgress(msgspec.Struct, tag=True, array_like=True):

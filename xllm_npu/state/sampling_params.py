@@ -82,7 +82,8 @@ def _require(ok: bool, param: str, message: str) -> None:
 
 
 def _in(value: float, low: float, high: float, param: str) -> None:
-    _require(math.isfinite(value) and low <= value <= high, param, f"{param} must be in [{low:g}, {high:g}], got {value:g}.")
+    message = f"{param} must be in [{low:g}, {high:g}], got {value:g}."
+    _require(math.isfinite(value) and low <= value <= high, param, message)
 
 
 def _check_counts(p: SamplingParams) -> None:
@@ -96,7 +97,8 @@ def _check_counts(p: SamplingParams) -> None:
     if p.max_tokens is not None:
         _require(p.min_tokens <= p.max_tokens, "min_tokens",
                  f"min_tokens must be at most max_tokens={p.max_tokens}, got {p.min_tokens}.")
-    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}.")
+    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop",
+             f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}.")
     _require(all(p.stop), "stop", "stop must not contain an empty string.")
     _require(len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids",
              f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(p.stop_token_ids)}.")

@@ -41,6 +41,9 @@ class LayerAttention:
 class AttentionBackend(ABC):
     spec: AttentionSpec
 
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
     @classmethod
     @abstractmethod
     def kv_bytes_per_block(cls, spec: AttentionSpec) -> int:

@@ -42,6 +42,7 @@ class CpuPlatform(Platform):
             graph="compile",
             dtypes=("float32", "bfloat16", "float16"),
             default_block_size=128,
+            default_cache_bytes=4 * 2**30,  # the machine is its user's, not ours alone
             default_graph_sizes=(1, 2, 4, 8, 16, 32),
             attention_backends=("numba", "torch"),
             kernels="cpu",

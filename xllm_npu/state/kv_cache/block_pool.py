@@ -2,7 +2,7 @@
 
 A block is in exactly one of four places: the dummy (block 0, where padded rows write), referenced by sequences,
 free and empty, or free but cached (its content is still indexed by hash and may be taken again). Allocation takes
-empty blocks first, then the least recently freed cached one. Knows block ids and hashes; no tokens, no bytes, no device.
+empty blocks first, then the least recently freed cached one. Knows block ids and hashes; no tokens, bytes or device.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class BlockPool:
         assert not empty & cached, "a block is both empty and cached"
         for block in range(1, self.num_blocks):
             free = block in empty or block in cached
-            assert free == (self.ref_count[block] == 0), f"block {block}: free {free}, references {self.ref_count[block]}"
+            count = self.ref_count[block]
+            assert free == (count == 0), f"block {block}: free {free}, references {count}"
         assert self.ref_count[DUMMY_BLOCK] == 1, "the dummy block was taken or released"
         assert DUMMY_BLOCK not in empty | cached | set(self._hash_of)
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash index is not one-to-one"

@@ -1,0 +1,52 @@
+"""Decode steps through captured graphs, one for each batch-size bucket; behind the platform's graph interface.
+
+Capture goes from the largest size down, so that smaller graphs reuse the memory of larger ones. A batch runs in the
+smallest bucket that holds it, padded with rows that touch only the dummy block.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+from xllm_models.attention.base import AttentionBackend
+from xllm_models.forward_input import ForwardInput
+from xllm_platform.base import Graph, Platform
+
+from xllm_npu.execution.input_builder import InputBuilder
+
+Forward = Callable[[ForwardInput], torch.Tensor]
+
+
+class GraphRunner:
+    def __init__(self, platform: Platform, model: torch.nn.Module, attention: AttentionBackend) -> None:
+        self._backend = platform.graph_backend()
+        self._attention = attention
+        self._model = model
+        self._backend.prepare_model(model)
+        self._graphs: dict[int, Graph] = {}
+        self.sizes: list[int] = []
+
+    def capture(self, sizes: list[int], builder: InputBuilder, on_progress: Callable[[int, int], None]) -> None:
+        """Capture every size; `on_progress` takes (done, total)."""
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            on_progress(done, len(sizes))
+            model_input = builder.graph_input(size)
+            self._attention.prepare(model_input.attention)
+            self._graphs[size] = self._backend.capture(self._run_on(model_input))
+        self.sizes = sorted(self._graphs)
+        on_progress(len(sizes), len(sizes))
+
+    def _run_on(self, model_input: ForwardInput) -> Callable[[], torch.Tensor]:
+        return lambda: self._model(model_input)
+
+    def bucket(self, batch_size: int) -> int | None:
+        """The size to pad to, or None if the batch is larger than all."""
+        i = bisect.bisect_left(self.sizes, batch_size)
+        return self.sizes[i] if i < len(self.sizes) else None
+
+    def run(self, model_input: ForwardInput) -> torch.Tensor:
+        """[graph size, hidden]; `model_input` was built for a captured size."""
+        self._attention.prepare(model_input.attention)
+        return self._graphs[model_input.token_ids.shape[0]].replay()

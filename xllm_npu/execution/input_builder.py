@@ -1,0 +1,145 @@
+"""From a step message to the tensors a model reads, in buffers that live as long as the worker.
+
+Every step fills the beginning of the same buffers, so a captured graph reads its inputs where it was captured. On a
+device with its own memory the host side is pinned and copied without waiting; on the CPU both sides are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xllm_models.forward_input import AttentionMetadata, ForwardInput
+
+from xllm_npu.execution.step_message import StepInput
+
+I32 = npt.NDArray[np.int32]
+
+
+class DeviceBuffer:
+    """A flat array on the host and its twin on the device."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> None:
+        self.host_tensor = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        self.host = self.host_tensor.numpy()
+        self.device = self.host_tensor if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
+        self._shared = self.device is self.host_tensor
+
+    def send(self, count: int) -> torch.Tensor:
+        """The first `count` elements, on the device."""
+        view = self.device[:count]
+        if not self._shared:
+            view.copy_(self.host_tensor[:count], non_blocking=True)
+        return view
+
+
+@dataclass(slots=True)
+class BuiltStep:
+    """B rows and T tokens, or the graph size that both were padded to."""
+
+    input: ForwardInput
+    rows: I32  # [B]
+    query_start: I32  # [B+1]
+    sample_positions: I32  # [S] index into the T tokens
+    sample_rows: I32  # [S]
+    sample_output: I32  # [S]
+    all_sampled_in_order: bool  # sample_positions is 0..B-1
+
+
+class InputBuilder:
+    def __init__(
+        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool
+    ) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.device = device
+        tokens = max(max_tokens, max_rows)
+
+        def buffer(size: int, dtype: torch.dtype) -> DeviceBuffer:
+            return DeviceBuffer(size, dtype, device, pinned)
+
+        self.token_ids = buffer(tokens, torch.int64)
+        self.positions = buffer(tokens, torch.int64)
+        self.slots = buffer(tokens, torch.int64)
+        self.query_start = buffer(max_rows + 1, torch.int32)
+        self.seq_lens = buffer(max_rows, torch.int32)
+        self.block_table = buffer(max_rows * max_blocks, torch.int32)
+        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)  # sampled last, by table row
+        self._arange = np.arange(tokens + 1, dtype=np.int32)
+
+    def build(self, step: StepInput, graph_size: int = 0) -> BuiltStep:
+        """Fill the buffers. `graph_size` > 0: a decode step padded to that many rows, with the full table width."""
+        rows, start, new = step.array("rows"), step.array("start"), step.array("num_new")
+        tokens = step.array("tokens")
+        size, count = rows.size, tokens.size
+        table = step.array("block_table").reshape(size, step.table_width)
+        if count == size:
+            positions, owner, query_start = start, self._arange[:size], self._arange[: size + 1]
+        else:
+            query_start = np.zeros(size + 1, np.int32)
+            np.cumsum(new, out=query_start[1:])
+            owner = np.repeat(self._arange[:size], new)
+            positions = self._arange[:count] - np.repeat(query_start[:-1] - start, new)
+        block, offset = np.divmod(positions, self.block_size)
+        self.token_ids.host[:count] = tokens
+        self.positions.host[:count] = positions
+        self.slots.host[:count] = table[owner, block].astype(np.int64) * self.block_size + offset
+        self.seq_lens.host[:size] = start + new
+        self.query_start.host[: size + 1] = query_start
+        if graph_size:
+            width = self.max_blocks
+            self._pad(size, graph_size)
+            view = self.block_table.host[: graph_size * width].reshape(graph_size, width)
+            view[:size, : step.table_width] = table
+            view[size:] = 0
+        else:
+            width = step.table_width
+            self.block_table.host[: size * width] = table.reshape(-1)
+        padded = graph_size or size
+        model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded)
+        self._fill_placeholders(rows[: step.num_decodes], tokens[: step.num_decodes])
+        source = step.array("sample_source")
+        return BuiltStep(
+            input=model_input, rows=rows, query_start=query_start, sample_positions=query_start[source + 1] - 1,
+            sample_rows=step.array("sample_rows"), sample_output=step.array("sample_output"),
+            all_sampled_in_order=count == size and source.size == size and step.num_decodes == size,
+        )
+
+    def graph_input(self, graph_size: int) -> ForwardInput:
+        """The input a graph of this size is captured with: padding only."""
+        self._pad(0, graph_size)
+        self.block_table.host[: graph_size * self.max_blocks] = 0
+        return self._send(graph_size, graph_size, self.max_blocks, graph_size)
+
+    def remember(self, rows: I32, tokens: torch.Tensor) -> None:
+        """The tokens just sampled, [S] int64 on the device; placeholders of later steps stand for them."""
+        self.last_token[torch.from_numpy(rows.astype(np.int64)).to(self.device, non_blocking=True)] = tokens
+
+    def _pad(self, size: int, graph_size: int) -> None:
+        """Rows that write their one token to the dummy block and see nothing but it."""
+        self.token_ids.host[size:graph_size] = 0
+        self.positions.host[size:graph_size] = 0
+        self.slots.host[size:graph_size] = 0
+        self.seq_lens.host[size:graph_size] = 1
+        self.query_start.host[: graph_size + 1] = self._arange[: graph_size + 1]
+
+    def _send(self, rows: int, tokens: int, width: int, num_decodes: int) -> ForwardInput:
+        seq_lens_host = self.seq_lens.host[:rows]
+        metadata = AttentionMetadata(
+            num_decodes=num_decodes, num_prefills=rows - num_decodes,
+            query_start=self.query_start.send(rows + 1), seq_lens=self.seq_lens.send(rows),
+            block_table=self.block_table.send(rows * width).view(rows, width), slot_mapping=self.slots.send(tokens),
+            query_start_host=self.query_start.host[: rows + 1], seq_lens_host=seq_lens_host,
+            max_seq_len=int(seq_lens_host.max()),
+        )
+        return ForwardInput(self.token_ids.send(tokens), self.positions.send(tokens), metadata)
+
+    def _fill_placeholders(self, rows: I32, tokens: I32) -> None:
+        """Decode tokens that the scheduler does not know yet are what this worker sampled last for the row."""
+        if not rows.size or tokens.min() >= 0:
+            return
+        view = self.token_ids.device[: rows.size]
+        index = torch.from_numpy(rows.astype(np.int64)).to(self.device, non_blocking=True)
+        view.copy_(torch.where(view < 0, self.last_token[index], view))

@@ -1,0 +1,118 @@
+"""One device's side of the engine: a step message in, a step result out.
+
+Holds everything that lives on the device (weights, KV cache, sampling state, buffers) and shares nothing with the
+sender but messages, so it runs in the engine's process or in one of its own. Loading is `load_worker` in
+worker_loader.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from xllm_models.attention.base import AttentionBackend
+from xllm_platform.base import Platform
+
+from xllm_npu.execution.executor import Executor
+from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
+from xllm_npu.execution.logprobs import prompt_logprobs
+from xllm_npu.execution.sampler import Sampler, SampleResult
+from xllm_npu.execution.sampling_state import SamplingState
+from xllm_npu.execution.step_message import StepInput
+from xllm_npu.state.batch import StepResult
+from xllm_npu.state.messages import Logprobs
+
+PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once
+
+
+@dataclass(slots=True)
+class WorkerParts:
+    """What a worker is made of; see worker_loader.py."""
+
+    platform: Platform
+    model: torch.nn.Module
+    attention: AttentionBackend
+    builder: InputBuilder
+    executor: Executor
+    sampling: SamplingState
+
+
+class Worker:
+    def __init__(self, parts: WorkerParts) -> None:
+        self.parts = parts
+        self._sampler = Sampler(parts.sampling)
+
+    def execute(self, step: StepInput) -> StepResult:
+        """Run one step and wait for its tokens."""
+        began = time.monotonic()
+        p = self.parts
+        misses = p.executor.graph_misses
+        with torch.inference_mode(), p.platform.inference_context():
+            self._update_rows(step)
+            graph_size = p.executor.graph_size(step, len(step.rows) // 4)
+            built = p.builder.build(step, graph_size)
+            hidden = p.executor.run(built.input, as_graph=graph_size > 0)
+            result = self._sample(built, hidden)
+            prompts = self._prompt_logprobs(step, built, hidden) if step.prompt_logprobs else {}
+        return self._result(step, result, prompts, began, p.executor.graph_misses > misses)
+
+    def _update_rows(self, step: StepInput) -> None:
+        sampling = self.parts.sampling
+        for row in step.released:
+            sampling.release(row)
+        for a in step.admitted:
+            sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32),
+                           np.frombuffer(a.output, np.int32), a.sequence_index)
+        if step.copies:
+            pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.parts.builder.device)
+            self.parts.attention.copy_blocks(pairs)
+
+    def _sample(self, built: BuiltStep, hidden: torch.Tensor) -> SampleResult | None:
+        count = built.sample_rows.size
+        if not count:
+            return None
+        if built.all_sampled_in_order:
+            wanted = hidden[:count]
+        else:
+            index = torch.from_numpy(built.sample_positions.astype(np.int64))
+            wanted = hidden[index.to(hidden.device, non_blocking=True)]
+        logits = self.parts.model.compute_logits(wanted)  # type: ignore[operator]
+        result = self._sampler.sample(logits, built.sample_rows, built.sample_output)
+        self.parts.sampling.observe(built.sample_rows, result.tokens)
+        self.parts.builder.remember(built.sample_rows, result.tokens)
+        return result
+
+    def _prompt_logprobs(
+        self, step: StepInput, built: BuiltStep, hidden: torch.Tensor
+    ) -> dict[int, list[Logprobs]]:
+        """For each asking row: one entry a computed position, about the token that follows it."""
+        tokens, found = step.array("tokens"), {}
+        for index, k, following in step.prompt_logprobs:
+            begin, end = int(built.query_start[index]), int(built.query_start[index + 1])
+            targets = np.append(tokens[begin + 1 : end], np.int32(max(following, 0)))
+            entries: list[Logprobs] = []
+            for first in range(begin, end, PROMPT_LOGPROB_ROWS):
+                last = min(first + PROMPT_LOGPROB_ROWS, end)
+                logits = self.parts.model.compute_logits(hidden[first:last])  # type: ignore[operator]
+                measured = prompt_logprobs(logits, targets[first - begin : last - begin], k)
+                entries += [measured.entry(i) for i in range(last - first)]
+            found[int(built.rows[index])] = entries if following >= 0 else entries[:-1]
+        return found
+
+    def _result(
+        self, step: StepInput, sample: SampleResult | None, prompts: dict[int, list[Logprobs]], began: float, miss: bool
+    ) -> StepResult:
+        result = StepResult(step_id=step.step_id, prompt_logprobs=prompts, graph_miss=miss)
+        if sample is not None:
+            host = sample.to_host()
+            result.tokens = host.tokens.tobytes()
+            if host.bad_rows.any():
+                result.failed = np.flatnonzero(host.bad_rows).tolist()
+            if host.logprobs is not None:
+                by_row = host.logprobs.by_row()
+                order = step.array("sample_rows").tolist()
+                result.logprobs = {i: by_row[row] for i, row in enumerate(order) if row in by_row}
+        result.seconds = time.monotonic() - began
+        return result

@@ -1,0 +1,76 @@
+"""The engine's end of a worker: messages in order, results in order.
+
+`InProcessWorker` runs the worker on a thread of this process, so that the next step can be scheduled while one runs
+(device work and numba kernels release the interpreter lock). A worker process gets the same three verbs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+from xllm_npu.execution.step_message import StepInput
+from xllm_npu.state.batch import StepResult
+
+
+class StepExecutor(Protocol):
+    def execute(self, step: StepInput) -> StepResult: ...
+
+
+class WorkerClient(Protocol):
+    def send(self, step: StepInput) -> None: ...
+
+    def receive(self) -> StepResult:
+        """The result of the oldest step sent; raises what the worker raised."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InProcessWorker:
+    """A thread that executes steps in the order they were sent."""
+
+    def __init__(self, worker: StepExecutor) -> None:
+        self._worker = worker
+        self._steps: queue.SimpleQueue[StepInput | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._results.put(self._worker.execute(step))
+            except BaseException as error:  # handed to the engine thread, which decides
+                self._results.put(error)
+
+    def send(self, step: StepInput) -> None:
+        self._steps.put(step)
+
+    def receive(self) -> StepResult:
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self._steps.put(None)
+        self._thread.join()
+
+
+class DirectWorker:
+    """No thread: a step runs when its result is asked for. For plain loops, where nothing overlaps."""
+
+    def __init__(self, worker: StepExecutor) -> None:
+        self._worker = worker
+        self._steps: list[StepInput] = []
+
+    def send(self, step: StepInput) -> None:
+        self._steps.append(step)
+
+    def receive(self) -> StepResult:
+        return self._worker.execute(self._steps.pop(0))
+
+    def close(self) -> None:
+        self._steps.clear()

@@ -1,0 +1,251 @@
+"""From settings to a worker that is ready to run: device, weights, KV cache, graphs, warm-up.
+
+Reports each long stage through a callback. Everything that can be refused is refused here, before the first request,
+with a message that says which setting to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from xllm_models import hub
+from xllm_models.attention.base import AttentionBackend, AttentionSpec
+from xllm_models.backends import get_attention
+from xllm_models.config import ModelConfig
+from xllm_models.registry import build_model
+from xllm_models.weights.loader import load_weights
+from xllm_models.weights.source import open_source
+from xllm_platform.base import Platform, PlatformError
+from xllm_platform.parallel import ParallelState
+from xllm_platform.registry import select
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.executor import EagerRunner, Executor
+from xllm_npu.execution.graph_runner import GraphRunner
+from xllm_npu.execution.input_builder import InputBuilder
+from xllm_npu.execution.sampling_state import SamplingState
+from xllm_npu.execution.step_message import StepInput
+from xllm_npu.execution.worker import Worker, WorkerParts
+from xllm_npu.memory.kv_capacity import CacheRequest, CacheTooSmall, longest_sequence, num_kv_blocks
+from xllm_npu.state.batch import RowAdmission
+from xllm_npu.state.messages import EngineProgress, EngineReady
+from xllm_npu.state.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[EngineProgress], None]
+
+
+class LoadError(RuntimeError):
+    """The model cannot be served as asked; the message is for the user."""
+
+
+@dataclass(slots=True)
+class LoadedWorker:
+    worker: Worker
+    ready: EngineReady  # num_kv_blocks does not count the dummy
+    tokenizer_dir: Path
+
+
+@dataclass(slots=True, frozen=True)
+class _Shape:
+    """Sizes that follow from settings, model and device together."""
+
+    max_model_len: int
+    max_seqs: int
+    max_tokens: int
+    block_size: int
+
+
+def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
+    """Everything from an idle process to a warm worker. Raises LoadError, PlatformError, HubError, WeightError, ..."""
+    began = time.monotonic()
+    platform = _select_platform(settings)
+    resolved = _resolve(settings, progress)
+    config = ModelConfig.from_path(resolved.path)
+    dtype = _dtype(settings, config, platform)
+    device = platform.device()
+    capabilities = platform.capabilities
+    parallel = ParallelState.single()
+    model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
+
+    def on_weights(done: int, total: int) -> None:
+        progress(EngineProgress("Loading weights", done, total, "bytes"))
+
+    report = load_weights(model, open_source(resolved.path), on_weights)
+    shape = _shape(settings, config)
+    spec = model.attention_spec(shape.block_size)
+    backend = _attention_backend(settings, platform)
+    blocks, shape = _capacity(settings, platform, backend, spec, config, shape)
+    attention = backend(spec)
+    attention.allocate_kv_caches(blocks)
+    model.bind_attention(attention)
+    model.reserve_positions(shape.max_model_len)
+    sizes = _graph_sizes(settings, platform, shape)
+    builder = InputBuilder(
+        max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
+        max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=device,
+        pinned=capabilities.pinned_memory,
+    )
+    seed = settings.execution.random_seed
+    sampling = SamplingState(shape.max_seqs, config.vocab_size, device, time.time_ns() if seed < 0 else seed)
+    graph = _capture(platform, model, attention, sizes, builder, progress)
+    executor = Executor(EagerRunner(model, attention), graph)
+    worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling))
+    _warm_up(worker, attention, shape, progress)
+    ready = EngineReady(
+        model_name=model_name(settings, resolved.path), architecture=config.architecture, platform=platform.name,
+        device=platform.device_name(), dtype=str(dtype).removeprefix("torch."), vocab_size=config.vocab_size,
+        max_model_len=shape.max_model_len, eos_token_ids=list(config.eos_token_ids), num_kv_blocks=blocks - 1,
+        block_size=shape.block_size, max_seqs=shape.max_seqs, max_tokens_per_batch=shape.max_tokens,
+        weight_bytes=report.bytes, kv_cache_bytes=blocks * backend.kv_bytes_per_block(spec), graph_sizes=sizes,
+        load_seconds=time.monotonic() - began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
+        tokenizer_dir=str(resolved.tokenizer_dir), default_sampling=_default_sampling(config),
+    )
+    return LoadedWorker(worker, ready, resolved.tokenizer_dir)
+
+
+def model_name(settings: Settings, path: Path) -> str:
+    """The name in the API: as set, else the hub id, else the directory's name."""
+    if settings.model.model_id:
+        return settings.model.model_id
+    given = settings.model.model
+    return path.name if Path(given).expanduser().exists() or "/" not in given else given
+
+
+def _default_sampling(config: ModelConfig) -> dict[str, float]:
+    given = dataclasses.asdict(config.generation)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _select_platform(settings: Settings) -> Platform:
+    platform = select(settings.execution.platform)
+    platform.set_device(max(settings.execution.device_id, 0))
+    platform.configure_process(settings.execution.num_threads or None)
+    return platform
+
+
+def _resolve(settings: Settings, progress: Progress) -> hub.ResolvedModel:
+    m = settings.model
+    return hub.resolve_model(
+        m.model, use_modelscope=m.use_modelscope, revision=m.revision, cache_dir=m.download_dir,
+        progress=lambda stage, done, total: progress(EngineProgress(stage, done, total, "bytes")),
+    )
+
+
+def _dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch.dtype:
+    name = config.torch_dtype if settings.model.dtype == "auto" else settings.model.dtype
+    offered = platform.capabilities.dtypes
+    if name not in offered:
+        known = ", ".join(offered)
+        raise LoadError(f"Platform {platform.name} does not compute in {name}: set --dtype to one of {known}.")
+    return getattr(torch, name)
+
+
+def _shape(settings: Settings, config: ModelConfig) -> _Shape:
+    s, asked, longest = settings.scheduler, settings.model.max_model_len, config.max_context_length
+    if asked is not None and asked > longest:
+        raise LoadError(f"max_model_len is {asked} and the model's positions end at {longest}: lower max_model_len.")
+    length = asked or longest
+    max_tokens = s.max_tokens_per_batch
+    if not s.enable_chunked_prefill and max_tokens < length:
+        if asked is not None:
+            raise LoadError(f"Without chunked prefill a prompt must fit into one step: raise max_tokens_per_batch "
+                            f"({max_tokens}) to max_model_len ({length}), or lower max_model_len.")
+        length = max_tokens
+    return _Shape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, settings.kv_cache.block_size)
+
+
+def _attention_backend(settings: Settings, platform: Platform) -> type[AttentionBackend]:
+    name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
+    if name == "auto":
+        name = offered[0]
+    if name not in offered:
+        raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
+                        f"set --attention_backend to one of {', '.join(offered)}.")
+    return get_attention(name)
+
+
+def _capacity(
+    settings: Settings, platform: Platform, backend: type[AttentionBackend], spec: AttentionSpec, config: ModelConfig,
+    shape: _Shape,
+) -> tuple[int, _Shape]:
+    """Blocks (the dummy included); the shape, with a max_model_len nobody asked for cut to what the cache holds."""
+    kv, memory = settings.kv_cache, platform.memory_info()
+    explicit = "max_memory_utilization" in kv.model_fields_set
+    blocks = num_kv_blocks(CacheRequest(
+        bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
+        max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free, total_bytes=memory.total,
+        workspace_bytes=_workspace_bytes(config, shape), utilization=kv.max_memory_utilization,
+        max_cache_bytes=kv.max_cache_size,
+        soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
+    ))
+    longest = longest_sequence(blocks, shape.block_size)
+    if longest >= shape.max_model_len:
+        return blocks, shape
+    if settings.model.max_model_len is not None:
+        raise CacheTooSmall(f"The KV cache holds {longest} tokens and max_model_len is {shape.max_model_len}: lower "
+                            f"max_model_len, or raise max_cache_size or max_memory_utilization.")
+    log.warning("max_model_len is lowered from %d to %d, what the KV cache holds", shape.max_model_len, longest)
+    return blocks, _Shape(longest, shape.max_seqs, shape.max_tokens, shape.block_size)
+
+
+def _workspace_bytes(config: ModelConfig, shape: _Shape) -> int:
+    """A generous bound on what the largest step needs beside weights and cache: activations, logits, sampling."""
+    widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.num_heads * config.head_dim * 3
+    return shape.max_tokens * widest * 4 + shape.max_seqs * config.vocab_size * 4 * 3
+
+
+def _graph_sizes(settings: Settings, platform: Platform, shape: _Shape) -> list[int]:
+    if not settings.execution.enable_graph:
+        return []
+    capabilities = platform.capabilities
+    if capabilities.graph == "none":
+        raise PlatformError(f"Platform {platform.name} has no graph mode: turn enable_graph off.")
+    wanted = settings.execution.graph_batch_sizes or capabilities.default_graph_sizes
+    limit = min(shape.max_seqs, settings.execution.max_tokens_for_graph_mode)
+    return sorted({min(size, limit) for size in wanted})
+
+
+def _capture(
+    platform: Platform, model: torch.nn.Module, attention: AttentionBackend, sizes: list[int], builder: InputBuilder,
+    progress: Progress,
+) -> GraphRunner | None:
+    if not sizes:
+        return None
+    runner = GraphRunner(platform, model, attention)
+    with torch.inference_mode(), platform.inference_context():
+        runner.capture(sizes, builder, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)))
+    return runner
+
+
+def _warm_up(worker: Worker, attention: AttentionBackend, shape: _Shape, progress: Progress) -> None:
+    """Run a prompt and a decode on the dummy block, so that no request pays for first-time compilation."""
+    progress(EngineProgress("Warming up", 0, 1))
+    warm = getattr(attention, "warmup", None)
+    if warm is not None:
+        warm()
+    length = min(shape.max_tokens, shape.block_size, shape.max_model_len - 2, 64)
+    for admit, start, count in ((True, 0, max(length, 1)), (False, max(length, 1), 1)):
+        worker.execute(_warm_up_step(admit, start, count))
+    progress(EngineProgress("Warming up", 1, 1))
+
+
+def _warm_up_step(admit: bool, start: int, count: int) -> StepInput:
+    def i32(*values: int) -> bytes:
+        return np.array(values, np.int32).tobytes()
+
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    admitted = [RowAdmission(row=0, sequence_index=0, params=params, stop_ids=[])] if admit else []
+    return StepInput(
+        step_id=-1, num_decodes=int(count == 1), rows=i32(0), start=i32(start), num_new=i32(count),
+        tokens=i32(*range(count)), block_table=i32(0, 0), table_width=2, sample_source=i32(0), sample_rows=i32(0),
+        sample_output=i32(0), admitted=admitted, released=[] if admit else [0],
+    )

@@ -1,0 +1,101 @@
+"""The engine's heartbeat: schedule, execute, process; plain or overlapped.
+
+One object that the engine process drives for clients and that `LLM` drives in the caller's process. With
+`enable_schedule_overlap` one step runs while the next is scheduled; the plain loop gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.engine import Engine
+from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker
+from xllm_npu.execution.worker_loader import load_worker
+from xllm_npu.scheduling.options import SchedulerOptions
+from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineProgress,
+    EngineReady,
+    StepOutputs,
+)
+
+log = logging.getLogger(__name__)
+
+
+def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOptions:
+    """What the scheduler must know, from what was set and what the engine found."""
+    s, kv, profile = settings.scheduler, settings.kv_cache, settings.profile
+    return SchedulerOptions(
+        max_seqs=ready.max_seqs, max_tokens=ready.max_tokens_per_batch, max_model_len=ready.max_model_len,
+        num_blocks=ready.num_kv_blocks + 1, block_size=ready.block_size, eos_token_ids=tuple(ready.eos_token_ids),
+        policy=s.scheduling_policy, priority_strategy=s.priority_strategy,
+        enable_chunked_prefill=s.enable_chunked_prefill, max_chunk=max(s.max_tokens_per_chunk_for_prefill, 0),
+        enable_prefix_cache=kv.enable_prefix_cache, enable_in_batch_prefix_cache=kv.enable_in_batch_prefix_cache,
+        prefix_seed=kv.xxh3_128bits_seed, prefill_gate=s.prefill_scheduling_memory_usage_threshold,
+        enable_online_preempt_offline=s.enable_online_preempt_offline,
+        enable_starve_prevent=s.enable_starve_prevent, starve_seconds=s.starve_threshold,
+        latency_aware=profile.enable_latency_aware_schedule,
+        max_ttft_seconds=profile.max_global_ttft_ms / 1e3, max_tpot_seconds=profile.max_global_tpot_ms / 1e3,
+    )
+
+
+class EngineLoop:
+    def __init__(self, scheduler: Scheduler, engine: Engine, ready: EngineReady, *, overlap: bool) -> None:
+        self.scheduler = scheduler
+        self.ready = ready
+        self._engine = engine
+        self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
+
+    @classmethod
+    def create(cls, settings: Settings, progress: Callable[[EngineProgress], None] | None = None) -> EngineLoop:
+        """Load the model and be ready to step. Raises what the loading raises."""
+        loaded = load_worker(settings, progress or (lambda _: None))
+        overlap = settings.scheduler.enable_schedule_overlap
+        client = InProcessWorker(loaded.worker) if overlap else DirectWorker(loaded.worker)
+        scheduler = Scheduler(scheduler_options(settings, loaded.ready))
+        return cls(scheduler, Engine([client], loaded.ready.block_size), loaded.ready, overlap=overlap)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return Path(self.ready.tokenizer_dir)
+
+    def submit(self, message: AddRequest | AbortRequest) -> None:
+        """Take a message in. A request that breaks the scheduler's rules ends alone, with an error."""
+        if isinstance(message, AbortRequest):
+            self.scheduler.abort(message.keys)
+            return
+        try:
+            self.scheduler.add(message)
+        except Exception:  # one malformed request must not end the others; it is told so
+            log.exception("request %s cannot be scheduled", message.external_id)
+            self.scheduler.refuse(message, "The request is malformed.")
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> StepOutputs | None:
+        """One turn: schedule the next step if there is one, process the oldest if the pipeline is full.
+
+        Returns news (perhaps empty), or None if there was nothing to do. Raises what a worker raised.
+        """
+        group = self.scheduler.schedule()
+        if group is not None:
+            self._engine.submit(group)
+        in_flight = self.scheduler.num_in_flight
+        if in_flight > self._depth or (group is None and in_flight):
+            return self.scheduler.process(self._engine.collect())
+        if group is None:
+            return self.scheduler.pending_outputs()
+        return StepOutputs()
+
+    def close(self) -> None:
+        """Wait for the steps in flight and end the workers."""
+        self.scheduler.abort_all()
+        while self.scheduler.num_in_flight:
+            self.scheduler.process(self._engine.collect())
+        self._engine.close()

@@ -1,0 +1,175 @@
+"""The engine process: `python -m xllm_npu.master.engine_process`, started by `EngineClient`.
+
+Its standard input carries one line of settings and then stays open for as long as the parent lives: when it ends, so
+does this process, whatever it is doing. Requests arrive on one ZeroMQ socket and news leave on another, both inside a
+private directory of the parent's. Ctrl-C belongs to the parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.log import setup_logging
+from xllm_npu.state.messages import (
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineProgress,
+    EngineStats,
+    Shutdown,
+    StepOutputs,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000
+INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
+EXIT_FAILED = 1
+
+
+class Channel:
+    """The two sockets, seen from the engine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)  # what waits is bounded by max_concurrent_requests
+        self._inbox.connect(f"ipc://{directory}/requests")
+        self._outbox.connect(f"ipc://{directory}/outputs")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+
+    def send(self, message: EngineMessage) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def receive(self, wait: bool) -> ClientMessage | None:
+        """The next message, or None; `wait` blocks for a while."""
+        if wait and not self._inbox.poll(IDLE_POLL_MS):
+            return None
+        try:
+            return self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+
+
+class EngineServer:
+    """Feeds an engine loop from the channel until it is told to end."""
+
+    def __init__(self, channel: Channel, loop: object) -> None:
+        from xllm_npu.master.engine_loop import EngineLoop
+
+        assert isinstance(loop, EngineLoop)
+        self._channel, self._loop = channel, loop
+        self._checked_at = 0.0
+
+    def run(self) -> None:
+        idle = True
+        while self._take_messages(wait=idle):
+            if self._loop.has_work():
+                idle = False
+                outputs = self._loop.step()
+                if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
+                    self._channel.send(outputs)
+            elif not idle:
+                idle = True
+                self._became_idle()
+        self._loop.close()
+
+    def _take_messages(self, wait: bool) -> bool:
+        """Everything that has arrived. False after Shutdown."""
+        while (message := self._channel.receive(wait)) is not None:
+            wait = False
+            if isinstance(message, Shutdown):
+                return False
+            self._loop.submit(message)
+        return True
+
+    def _became_idle(self) -> None:
+        scheduler = self._loop.scheduler
+        stats: EngineStats = scheduler.stats
+        stats.running, stats.waiting = scheduler.running.num_running, len(scheduler.waiting)
+        stats.kv_usage = scheduler.running.blocks.pool.usage
+        self._channel.send(StepOutputs(stats=stats))
+        now = time.monotonic()
+        if now - self._checked_at > INTEGRITY_SECONDS:
+            self._checked_at = now
+            try:
+                scheduler.check_integrity()
+            except AssertionError as error:
+                log.error("the scheduler's books do not agree, please report this: %s", error)
+
+
+def _follow_parent() -> None:
+    """End this process when standard input ends: the parent is gone, however it went."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(EXIT_FAILED)
+
+
+class ThrottledProgress:
+    """Passes on at most ten reports a second, and every stage's first and last."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stage = ""
+        self._next = 0.0
+
+    def __call__(self, report: EngineProgress) -> None:
+        now = time.monotonic()
+        if report.stage != self._stage or report.done >= report.total or now >= self._next:
+            self._stage, self._next = report.stage, now + 0.1
+            self._channel.send(report)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return EXIT_FAILED  # the parent died before it said anything
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    settings = Settings.model_validate_json(line)
+    setup_logging(settings.service.log_level)
+    channel = Channel(Path(sys.argv[1]))
+    try:
+        from xllm_npu.execution.process_setup import configure_process
+
+        configure_process(settings)  # before anything loads torch or numba
+        from xllm_npu.master.engine_loop import EngineLoop
+
+        loop = EngineLoop.create(settings, ThrottledProgress(channel))
+        channel.send(loop.ready)
+        EngineServer(channel, loop).run()
+    except Exception as error:
+        log.debug("the engine failed", exc_info=True)
+        channel.send(EngineFailed(describe(error), traceback.format_exc()))
+        channel.close()
+        return EXIT_FAILED
+    channel.close()
+    return 0
+
+
+def describe(error: Exception) -> str:
+    """One sentence for people: our own errors speak for themselves, others are named."""
+    text = " ".join(str(error).split()) or "no details"
+    ours = type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")
+    return text if ours else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

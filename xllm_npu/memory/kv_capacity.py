@@ -1,0 +1,57 @@
+"""How many KV blocks fit: plain arithmetic over bytes, no device.
+
+The cache may take what is free now, less what must stay free for everything else on the device
+(1 - max_memory_utilization of the total) and less what a step needs to work in. `max_cache_size` replaces this rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class CacheTooSmall(RuntimeError):
+    """The memory cannot hold a useful KV cache; the message says which setting to change."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CacheRequest:
+    bytes_per_block: int
+    block_size: int
+    max_model_len: int
+    max_seqs: int
+    free_bytes: int
+    total_bytes: int
+    workspace_bytes: int  # activations, logits and sampling of the largest step
+    utilization: float
+    max_cache_bytes: int = 0  # 0: no limit of the user's
+    soft_limit_bytes: int = 0  # the platform's own default limit; 0: none
+
+
+def num_kv_blocks(request: CacheRequest) -> int:
+    """Blocks to allocate, the dummy included; never more than all sequences could use."""
+    r = request
+    per_sequence = -(-r.max_model_len // r.block_size)
+    if r.max_cache_bytes:
+        budget = r.max_cache_bytes
+        if budget > r.free_bytes:
+            raise CacheTooSmall(
+                f"max_cache_size is {_mib(budget)} and only {_mib(r.free_bytes)} are free: lower max_cache_size.")
+    else:
+        budget = r.free_bytes - int((1 - r.utilization) * r.total_bytes) - r.workspace_bytes
+        if r.soft_limit_bytes:
+            budget = min(budget, r.soft_limit_bytes)
+    blocks = min(budget // r.bytes_per_block, per_sequence * r.max_seqs + 1)
+    if blocks < 2:
+        raise CacheTooSmall(
+            f"There is no room for a KV cache: {_mib(r.free_bytes)} of {_mib(r.total_bytes)} are free, and a block "
+            f"takes {_mib(r.bytes_per_block)}. Raise max_memory_utilization or max_cache_size, or lower max_tokens_per_batch.")
+    return int(blocks)
+
+
+def longest_sequence(num_blocks: int, block_size: int) -> int:
+    """Tokens that one sequence alone can have in the cache."""
+    return (num_blocks - 1) * block_size
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
