@@ -27,7 +27,7 @@ from xllm_npu.config.layer import (
 from xllm_npu.config.names import Given, canonical, is_boolean, nearest
 from xllm_npu.config.rules import broken_rules
 from xllm_npu.config.section import Section
-from xllm_npu.config.settings import Settings, section_types, setting_fields
+from xllm_npu.config.settings import Settings, flat_values, section_types, setting_fields
 from xllm_npu.config.sources import read_environment, read_json_file
 
 Options = TypeVar("Options", bound=Section)
@@ -44,6 +44,17 @@ class Source(NamedTuple):
 class Loaded:
     settings: Settings
     sources: dict[str, Source]  # every setting's name -> where its value came from
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not left to their default, flat: what `LLM(**given)` takes to be set like this.
+
+        The file that some of them came from is not among them: it has been read.
+        """
+        return {
+            name: value
+            for name, value in flat_values(self.settings).items()
+            if self.sources[name].kind != DEFAULT and name != "config_json_file"
+        }
 
 
 def load(

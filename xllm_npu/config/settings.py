@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -80,6 +80,11 @@ def setting_fields() -> dict[str, SettingField]:
         for section, kind in section_types().items()
         for name, info in kind.model_fields.items()
     }
+
+
+def flat_values(settings: Settings) -> dict[str, Any]:
+    """Every setting's value by its flat name; secrets as they are."""
+    return {name: getattr(getattr(settings, f.section), name) for name, f in setting_fields().items()}
 
 
 def served_model_names(settings: Settings) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from xllm_npu.config.settings import section_types, setting_fields
 
 PREFIX = "XLLM_NPU_"
 
-# Variables with our prefix that are no settings: they are read where no settings object exists.
-NOT_SETTINGS = frozenset({"XLLM_NPU_CACHE", "XLLM_NPU_CACHE_DIR"})
+# Kubernetes puts a service's address into every pod: for one named xllm-npu, XLLM_NPU_PORT=tcp://10.0.0.1:8000 and
+# a dozen more. None of them is meant for us.
+_KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Given]:
     """`XLLM_NPU_MAX_MODEL_LEN=4096`. An empty value means not set, as compose files write it."""
     given, problems = list[Given](), list[str]()
     for variable, value in environment.items():
-        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or value == "":
+        if not variable.startswith(PREFIX) or value == "" or _from_kubernetes(variable, value):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if is_boolean(name, {}) is None:
@@ -33,6 +36,12 @@ def read_environment(environment: Mapping[str, str]) -> list[Given]:
     if problems:
         raise SettingsError(problems)
     return given
+
+
+def _from_kubernetes(variable: str, value: str) -> bool:
+    if _KUBERNETES_NAME.search(variable):
+        return True
+    return variable.endswith("_PORT") and _KUBERNETES_PORT.match(value) is not None
 
 
 def read_json_file(path: str) -> list[Given]:
