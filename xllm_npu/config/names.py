@@ -48,16 +48,13 @@ def is_boolean(name: str, options: Mapping[str, FieldInfo]) -> bool | None:
     return None
 
 
-def known_names(options: Iterable[str] = ()) -> list[str]:
-    return [*setting_fields(), *ALIASES, *options, *unsupported.UNSUPPORTED]
-
-
 def nearest(name: str, options: Iterable[str] = ()) -> str | None:
     """The real name a typing error most likely meant; settings we have win over names we only know."""
-    for candidates in ([*setting_fields(), *ALIASES, *options], list(unsupported.UNSUPPORTED)):
-        if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.7):
-            return close[0]
+    ours = [*setting_fields(), *ALIASES, *options]
+    if close := difflib.get_close_matches(name, ours, n=1, cutoff=0.7):
+        return close[0]
     # A part of a long name: `--utilization`, `--cache-size`.
-    if len(name) >= 5 and (longer := [n for n in setting_fields() if name in n]):
+    if len(name) >= 5 and (longer := [candidate for candidate in setting_fields() if name in candidate]):
         return min(longer, key=len)
-    return None
+    close = difflib.get_close_matches(name, list(unsupported.UNSUPPORTED), n=1, cutoff=0.7)
+    return close[0] if close else None

@@ -1,0 +1,57 @@
+"""What must hold between settings."""
+
+import pytest
+
+from xllm_npu.config.errors import SettingsError
+from xllm_npu.config.load import load_settings
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--no-enable-chunked-prefill --max-model-len 20000", "--max-model-len=20000 must be at most"),
+        ("--no-enable-chunked-prefill --max-tokens-per-chunk-for-prefill 8", "has no meaning with"),
+        ("--max_tokens_per_chunk_for_prefill=0", "--max_tokens_per_chunk_for_prefill=0 is out of range"),
+        ("--use-zero-evict", "--enable-chunked-prefill=false"),
+        ("--no-enable-prefix-cache --enable-in-batch-prefix-cache", "needs the prefix cache"),
+        ("--ssl-keyfile {file}", "--ssl-keyfile needs --ssl-certfile"),
+        ("--ssl-certfile {file}", "--ssl-certfile needs --ssl-keyfile"),
+        ("--ssl-ca-certs {file}", "--ssl-ca-certs needs"),
+        ("--ssl-keyfile {file} --ssl-certfile {file}.no", "there is no such file"),
+        ("--uds {file}.s --port 1", "instead of --port"),
+        ("--uds /nowhere/at/all.s", "its directory does not exist"),
+        ("--root-path llm", "--root-path=llm must begin with /"),
+        ("--root-path /llm/", "not end with it"),
+        ("--chat-template nowhere.jinja", "there is no such file"),
+        ("--tokenizer ./nowhere", "there is no such directory"),
+        ("--node-rank 1", "--node-rank=1 needs --nnodes above it"),
+        ("--api-key schlüssel", "printable ASCII"),
+    ],
+)
+def test_broken(tmp_path, words, said):
+    file = tmp_path / "f"
+    file.write_text("x")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(words.format(file=file).split(), {})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--no-enable-chunked-prefill --max-model-len 10240",
+        "--max-model-len 200000",
+        "--use-zero-evict --no-enable-chunked-prefill",
+        "--no-enable-prefix-cache",
+        "--ssl-keyfile {file} --ssl-certfile {file} --ssl-ca-certs {file}",
+        "--uds {file}.s",
+        "--root-path /llm",
+        "--chat-template {file}",
+        "--chat-template {{{{messages}}}}",
+        "--tokenizer org/name",
+    ],
+)
+def test_kept(tmp_path, words):
+    file = tmp_path / "f"
+    file.write_text("x")
+    load_settings(words.format(file=file).split(), {})
