@@ -90,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The process's exit code. Raises nothing but bugs, with their traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # a reader that has gone must be noticed here, not when the interpreter ends
+        return code
     except SettingsError as error:
         for problem in error.problems:
             _complain(problem)

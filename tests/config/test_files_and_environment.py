@@ -68,7 +68,7 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_unknown_environment_variable_is_refused_with_the_nearest():
-    with pytest.raises(SettingsError, match="XLLM_NPU_BLOK_SIZE. Did you mean XLLM_NPU_BLOCK_SIZE?"):
+    with pytest.raises(SettingsError, match=r"XLLM_NPU_BLOK_SIZE\. Did you mean XLLM_NPU_BLOCK_SIZE\?"):
         load_settings([], {"XLLM_NPU_BLOK_SIZE": "1"})
 
 

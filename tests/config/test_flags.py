@@ -100,14 +100,17 @@ def test_a_boolean_does_not_eat_the_model():
 )
 def test_names_and_values(words, name, expected):
     if "--model=" in words:
-        assert "--model needs" in problem("--model") and "--model= takes" in problem("--model=")
+        assert "--model needs" in problem("--model")
+        assert "--model= takes" in problem("--model=")
         return
     assert value(name, *words.split()) == expected
 
 
 def test_two_names_that_disagree_are_refused():
     text = problem("--max-num-seqs", "8", "--max_seqs_per_batch=9")
-    assert "--max-num-seqs" in text and "--max_seqs_per_batch" in text and "8 and 9" in text
+    assert "--max-num-seqs" in text
+    assert "--max_seqs_per_batch" in text
+    assert "8 and 9" in text
     assert value("max_seqs_per_batch", "--max-num-seqs=8", "--max-seqs-per-batch=8") == 8
     assert "--enable-graph" in problem("--enforce-eager", "--enable-graph")
     assert "MODEL and --model" in problem("a", "--model", "b")

@@ -80,7 +80,7 @@ def test_keyword_arguments_win_over_environment():
     assert settings.model.model == "m"
     assert settings.scheduler.max_seqs_per_batch == 3
     assert (settings.kv_cache.block_size, settings.service.port, settings.model.dtype) == (32, 5, "auto")
-    with pytest.raises(SettingsError, match="no setting max_model_length. Did you mean max_model_len"):
+    with pytest.raises(SettingsError, match=r"no setting max_model_length\. Did you mean max_model_len"):
         settings_from_kwargs(max_model_length=3, environment={})
 
 
