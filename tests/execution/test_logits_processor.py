@@ -166,6 +166,15 @@ def test_token_counts_survive_the_growth_of_their_pool() -> None:
         assert torch.nonzero(x[row]).flatten().tolist() == [row, row + 20]
 
 
+def test_released_rows_give_their_counts_back_to_the_pool() -> None:
+    state = SamplingState(2, VOCAB, "cpu")
+    for _ in range(50):
+        state.admit(0, SamplingParams(frequency_penalty=1.0), (), NONE, NONE)
+        state.release(0)
+    state.admit(0, SamplingParams(frequency_penalty=1.0), (), NONE, NONE)
+    assert state.counts.output.shape[0] < 10
+
+
 def test_rows_that_ask_for_nothing_are_not_touched() -> None:
     state = SamplingState(3, VOCAB, "cpu")
     state.admit(0, SamplingParams(), (2,), NONE, NONE)

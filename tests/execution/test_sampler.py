@@ -374,7 +374,10 @@ def test_extreme_settings_come_down_to_the_most_likely_token(params: SamplingPar
 def test_a_quotient_that_overflows_still_wins(host_reads: bool) -> None:
     logits = torch.full((500,), 1.0)
     logits[100] = 3e38
-    assert one(SamplingParams(temperature=2e-5, top_p=0.9), logits, host_reads) == (100, False)
+    params = SamplingParams(temperature=2e-5, top_p=0.9)
+    assert one(params, logits, host_reads) == (100, False)
+    logits[499] = 2e38  # overflows as well: both count as the largest float
+    assert kept_tokens(logits, params, host_reads) == {100, 499}
 
 
 def test_top_k_beyond_the_vocabulary_is_no_filter() -> None:
