@@ -44,7 +44,7 @@ class DeviceStream(Stream):
         self.raw.wait_event(event.raw)
 
     def context(self) -> AbstractContextManager[Any]:
-        return self._runtime.stream(self.raw)  # type: ignore[no-any-return]
+        return self._runtime.stream(self.raw)
 
 
 class DeviceEvent(Event):

@@ -155,5 +155,6 @@ def test_broken_third_party_platform_is_reported_and_stops_nobody(
 
 
 def test_a_built_in_name_cannot_be_taken_over(distribution) -> None:
-    distribution(cpu="toy_platform_module:ToyPlatform")
+    distribution(cpu="toy_platform_module:ToyPlatform", npu="toy_platform_module:ToyPlatform")
+    assert registry.known_platforms() == registry.BUILT_IN
     assert registry.select("cpu").name == "cpu"

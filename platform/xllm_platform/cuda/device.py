@@ -5,12 +5,16 @@ Environment: CUDA_VISIBLE_DEVICES hides devices; PYTORCH_CUDA_ALLOC_CONF configu
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
 from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError
+
+DRIVER_LIBRARY = "libcuda.so.1"
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -21,24 +25,25 @@ class CudaPlatform(AcceleratorPlatform):
 
     @classmethod
     def probe(cls) -> Availability:
-        if importlib.util.find_spec("torch") is None:
+        """Looks at files before it imports torch: the platform chosen instead may have to be configured
+        first."""
+        torch_package = importlib.util.find_spec("torch")
+        if torch_package is None or torch_package.origin is None:
             return Availability(False, "torch is not installed; pip install 'xllm-npu[cuda]'")
+        if not (Path(torch_package.origin).parent / "lib" / "libtorch_cuda.so").exists():
+            return Availability(False, "this torch is built without CUDA; install a CUDA build and 'xllm-npu[cuda]'")
+        hidden = os.environ.get(cls.visible_devices_variable)
+        seen = f" ({cls.visible_devices_variable}={hidden})" if hidden is not None else ""
+        if hidden in ("", "-1"):
+            return Availability(False, f"all GPUs are hidden from this process{seen}")
+        try:
+            ctypes.CDLL(DRIVER_LIBRARY)
+        except OSError:
+            return Availability(False, f"there is no NVIDIA driver here ({DRIVER_LIBRARY}); check `nvidia-smi`")
         import torch
 
-        if torch.version.hip is not None:
-            return Availability(False, f"this torch ({torch.__version__}) is built for AMD GPUs")
-        if torch.version.cuda is None:
-            return Availability(
-                False,
-                f"this torch ({torch.__version__}) is built without CUDA; "
-                "install a CUDA build and 'xllm-npu[cuda]'",
-            )
-        if torch.cuda.device_count() == 0:  # reads NVML, makes no context
-            hidden = os.environ.get(cls.visible_devices_variable)
-            seen = f" ({cls.visible_devices_variable}={hidden})" if hidden is not None else ""
-            return Availability(
-                False, f"no NVIDIA GPU is visible{seen}; check `nvidia-smi` and the driver's version"
-            )
+        if torch.cuda.device_count() == 0:  # asks NVML, makes no context
+            return Availability(False, f"no NVIDIA GPU is visible{seen}; check `nvidia-smi` and the driver's version")
         return Availability(True)
 
     @staticmethod

@@ -6,6 +6,7 @@ HCCL_* configure the collectives. What the user has set is left as it is.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -16,6 +17,8 @@ from xllm_platform.base import Availability, Capabilities, GraphBackend, Platfor
 
 # torch_npu reports the chip by number: 910B (A2) 220-225, 910C (A3) 250-255, 310P 200-205, 950 (A5) from 260.
 SOC_310P = range(200, 206)
+
+CANN_LIBRARY = "libascendcl.so"
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -30,6 +33,10 @@ class NpuPlatform(AcceleratorPlatform):
             return Availability(
                 False, "torch_npu is not installed; on an Ascend server: pip install 'xllm-npu[npu]'"
             )
+        try:  # before torch is imported: the platform chosen instead may have to be configured first
+            ctypes.CDLL(CANN_LIBRARY)
+        except OSError as error:
+            return Availability(False, f"CANN cannot be loaded: {error}; source its set_env.sh")
         try:
             available = bool(cls._runtime().is_available())
         except PlatformError as error:
