@@ -241,11 +241,11 @@ def logprobs(token: int, value: float, *others: tuple[int, float]) -> Logprobs:
 def test_best_of_returns_the_likeliest_and_never_streams(bench):
     outputs = bench.open(n=2, best_of=3, logprobs=0)
     a, b, c = bench.ids("abc")
-    for token, values in ((a, (-1.0, -3.0, -0.5)), (b, (-2.0, -3.0, -0.5)), (c, (-3.0, None, -0.5))):
+    for token, values in ((a, (-1.0, -2.5, -0.5)), (b, (-2.0, -2.5, -0.5)), (c, (-3.0, None, -0.5))):
         rows = {sequence_key(1, i): logprobs(token, v) for i, v in enumerate(values) if v is not None}
         bench.step([(1, i, token) for i, v in enumerate(values) if v is not None], logprobs=rows)
     assert outputs == []
-    # Sequences 0 and 1 have the same sum: the mean prefers the longer one.
+    # Sequence 1 is shorter: it has the better sum, sequence 0 the better mean.
     bench.step([], [(1, i, FINISH_LENGTH) for i in range(3)])
     (output,) = outputs
     assert [(d.index, d.text) for d in output.deltas] == [(0, "abc"), (1, "abc")]
