@@ -113,6 +113,7 @@ class FakeMaster:
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[Any], None] | None = None
         self.requests: list[GenerationInput] = []
+        self.streamed: list[bool] = []
         self.aborted: list[str] = []
         self.closed = 0
         self.template_kwargs: dict[str, Any] = {}
@@ -120,13 +121,14 @@ class FakeMaster:
         self.aborted_one = asyncio.Event()
         self.healthy = True
 
-    def generate(self, request: GenerationInput) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: GenerationInput, stream: bool = True) -> AsyncIterator[RequestOutput]:
         if self.status is EngineStatus.DEAD:
             raise EngineDeadError("The engine process has ended.")
         if len(request.prompt_token_ids) == 0:
             raise InvalidParameter(request.prompt_param, "The prompt is empty: it must have at least one token.")
         request.params.check(INFO.vocab_size)
         self.requests.append(request)
+        self.streamed.append(stream)
         self.submitted_one.set()
         return FakeStream(self, request, self.script(request))
 

@@ -146,6 +146,12 @@ async def test_echo_of_truncated_ids_is_decoded(client, master):
     assert list(master.requests[0].prompt_token_ids) == [98, 99]
 
 
+@pytest.mark.parametrize("asked", [None, False, True])
+async def test_the_master_knows_whether_anyone_reads_along(client, master, asked):
+    await client.post(URL, json=body(stream=asked))
+    assert master.streamed == [bool(asked)]
+
+
 async def test_prompt_logprobs(client):
     reply = (await client.post(URL, json=body(prompt_logprobs=1))).json()
     assert reply["choices"][0]["prompt_logprobs"][1]["97"]["decoded_token"] == "a"

@@ -72,7 +72,8 @@ def completions_router(context: ApiContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         call = await _read_call(context, request)
         outputs = await submitted(context.master, [
-            generation_input(call.body, call.id, p.token_ids, call.params, p.param) for p in call.prompts])
+            generation_input(call.body, call.id, p.token_ids, call.params, p.param) for p in call.prompts],
+            bool(call.body.stream))
         if call.body.stream:
             return EventStream(_frames(context, call, outputs), context.admission)
         return await _whole_reply(context, request, call, outputs)

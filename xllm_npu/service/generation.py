@@ -88,14 +88,15 @@ class UsageCount:
 class Outputs:
     """The outputs of `inputs` as (input's index, output), in order of arrival; must be closed."""
 
-    def __init__(self, master: LLMMaster, inputs: Sequence[GenerationInput]) -> None:
-        """Submit all or nothing: the first input that is refused takes back those before it."""
+    def __init__(self, master: LLMMaster, inputs: Sequence[GenerationInput], stream: bool) -> None:
+        self._stream = stream
         self._iterators: list[AsyncIterator[RequestOutput]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._master = master
         self._inputs = inputs
 
     async def submit(self) -> None:
+        """All or nothing: the first input that is refused takes back those before it."""
         try:
             for one in self._inputs:
                 self._iterators.append(self._submit_one(one))
@@ -105,7 +106,7 @@ class Outputs:
 
     def _submit_one(self, one: GenerationInput) -> AsyncIterator[RequestOutput]:
         try:
-            return self._master.generate(one)
+            return self._master.generate(one, self._stream)
         except EngineDeadError as exc:
             raise unavailable(str(exc), "engine_dead") from None
 
@@ -160,8 +161,8 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def submitted(master: LLMMaster, inputs: Sequence[GenerationInput]) -> Outputs:
-    outputs = Outputs(master, inputs)
+async def submitted(master: LLMMaster, inputs: Sequence[GenerationInput], stream: bool) -> Outputs:
+    outputs = Outputs(master, inputs, stream)
     await outputs.submit()
     return outputs
 

@@ -25,6 +25,7 @@ from xllm_npu.master.llm_master import EngineStatus, LLMMaster
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import create_app
 from xllm_npu.service.errors import unavailable
+from xllm_npu.service.http_protocol import HttpProtocol
 from xllm_npu.service.listener import ListenError, check_tls, listen, remove_unix_socket, url_of
 from xllm_npu.service.startup_screen import StartupScreen
 
@@ -171,7 +172,7 @@ class ServerLife:
 
 def uvicorn_config(app: object, service: ServiceSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
+        app, http=HttpProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
         log_level="warning", access_log=service.enable_request_logging, server_header=False,
         ssl_keyfile=service.ssl_keyfile, ssl_certfile=service.ssl_certfile, ssl_ca_certs=service.ssl_ca_certs,
         ssl_cert_reqs=2 if service.ssl_ca_certs else 0,  # ssl.CERT_REQUIRED: certificates must come from the given CAs
