@@ -56,8 +56,8 @@ def chat_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         call = await _read_call(context, request)
-        outputs = await submitted(context.master, [
-            generation_input(call.body, call.id, call.prompt_token_ids, call.params, "messages")], bool(call.body.stream))
+        one = generation_input(call.body, call.id, call.prompt_token_ids, call.params, "messages")
+        outputs = await submitted(context.master, [one], bool(call.body.stream))
         if call.body.stream:
             return EventStream(_frames(call, outputs), context.admission)
         return await _whole_reply(context, request, call, outputs)
