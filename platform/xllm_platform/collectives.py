@@ -20,6 +20,10 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 
+# torch 2.13 renamed these two; older versions have only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
     """Reduce in place over the group's ranks (op: sum, avg, max, min) and return `tensor`, any shape."""
@@ -37,10 +41,10 @@ def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor
     """Concatenate every rank's `tensor` along `dim`, in rank order: [..., n, ...] -> [..., size * n, ...]."""
     if group.size == 1:
         return tensor
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(group.size)]
-    dist.all_gather(parts, tensor, group=group.handle)
-    return torch.cat(parts, dim=dim)
+    rows = tensor.movedim(dim, 0).contiguous()
+    gathered = rows.new_empty(group.size * rows.shape[0], *rows.shape[1:])
+    _all_gather(gathered, rows, group=group.handle)
+    return gathered.movedim(0, dim).contiguous()
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -51,8 +55,8 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
         raise ValueError(f"dimension {dim} of size {tensor.shape[dim]} does not divide by {group.size} ranks")
     rows = tensor.movedim(dim, 0).contiguous()
     part = rows.new_empty(rows.shape[0] // group.size, *rows.shape[1:])
-    dist.reduce_scatter_tensor(part, rows, group=group.handle)
-    return part.movedim(0, dim)
+    _reduce_scatter(part, rows, group=group.handle)
+    return part.movedim(0, dim).contiguous()
 
 
 def all_to_all(
