@@ -127,7 +127,7 @@ def _yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
 def _llama3_parameters(file: GgufFile, factors: np.ndarray, theta: float) -> dict[str, Any]:
     """The llama3 scaling whose division of the inverse frequencies is `factors`, [rotary_dim / 2]."""
     inv_freq = theta ** (-np.arange(len(factors)) / len(factors))
-    factor = float(str(np.float32(factors.max())))
+    factor = round(float(factors.max()), 4)  # computed in 32 bits by whoever wrote it
     for low, high, original in (_LLAMA3_USUAL, _fit_llama3(inv_freq, factors, factor)):
         if np.allclose(_llama3_factors(inv_freq, factor, low, high, original), factors, rtol=1e-3):
             return {

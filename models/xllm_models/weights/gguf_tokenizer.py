@@ -21,7 +21,7 @@ _SPACE = "▁"
 _SPECIAL_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
-_WORDS = (  # words with at most one leading mark, digits in groups of {digits}, marks, line ends, spaces
+_WORDS = (  # words with at most one leading mark, digits in groups of DIGITS, marks, line ends, spaces
     rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
