@@ -109,3 +109,10 @@ def test_served_names(tmp_path):
     assert served_model_names(load_settings(["Qwen/Qwen3-8B"], {})) == ("Qwen/Qwen3-8B",)
     assert served_model_names(load_settings(["m", "--model-id", "x"], {})) == ("x",)
     assert served_model_names(load_settings(["m", "--model-id", "x", "--served-model-name", "a,b"], {})) == ("a", "b")
+
+
+def test_json_form_gives_equal_settings_but_no_secrets():
+    settings = load_settings(["m", "--graph-batch-sizes=1,2", "--max-model-len=9", "--api-key=sk-hidden"], {})
+    copy = Settings.model_validate_json(settings.model_dump_json())
+    assert copy.model_dump() == settings.model_dump()
+    assert "sk-hidden" not in copy.service.api_key
