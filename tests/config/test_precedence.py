@@ -34,10 +34,10 @@ def test_precedence_matrix(tmp_path, given, alias):
 
 
 def test_sources_merge_within_one_section(tmp_path):
-    (tmp_path / "c.json").write_text('{"scheduler": {"max_seqs_per_batch": 3, "aggressive_coeff": 2}}')
+    (tmp_path / "c.json").write_text('{"scheduler": {"max_seqs_per_batch": 3, "max_tokens_per_chunk_for_prefill": 2}}')
     environment = {"XLLM_NPU_CONFIG_JSON_FILE": str(tmp_path / "c.json"), "XLLM_NPU_STARVE_THRESHOLD": "5"}
     scheduler = load_settings(["--max-tokens-per-batch", "7"], environment).scheduler
-    assert (scheduler.max_seqs_per_batch, scheduler.aggressive_coeff) == (3, 2)
+    assert (scheduler.max_seqs_per_batch, scheduler.max_tokens_per_chunk_for_prefill) == (3, 2)
     assert (scheduler.starve_threshold, scheduler.max_tokens_per_batch) == (5, 7)
 
 

@@ -12,7 +12,6 @@ from xllm_npu.config.load import load_settings
         ("--no-enable-chunked-prefill --max-model-len 20000", "--max-model-len=20000 must be at most"),
         ("--no-enable-chunked-prefill --max-tokens-per-chunk-for-prefill 8", "has no meaning with"),
         ("--max_tokens_per_chunk_for_prefill=0", "--max_tokens_per_chunk_for_prefill=0 is out of range"),
-        ("--use-zero-evict", "--enable-chunked-prefill=false"),
         ("--no-enable-prefix-cache --enable-in-batch-prefix-cache", "needs the prefix cache"),
         ("--ssl-keyfile {file}", "--ssl-keyfile needs --ssl-certfile"),
         ("--ssl-certfile {file}", "--ssl-certfile needs --ssl-keyfile"),
@@ -41,7 +40,6 @@ def test_broken(tmp_path, words, said):
     [
         "--no-enable-chunked-prefill --max-model-len 10240",
         "--max-model-len 200000",
-        "--use-zero-evict --no-enable-chunked-prefill",
         "--no-enable-prefix-cache",
         "--ssl-keyfile {file} --ssl-certfile {file} --ssl-ca-certs {file}",
         "--uds {file}.s",

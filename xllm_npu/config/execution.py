@@ -34,9 +34,6 @@ class ExecutionSettings(Section):
     max_tokens_for_graph_mode: int = Field(
         default=2048, ge=1, le=2**24, description="steps with more tokens run eagerly"
     )
-    acl_graph_decode_batch_size_limit: int = Field(
-        default=16, ge=1, le=65536, description="largest decode batch captured on npu"
-    )
 
     @field_validator("graph_batch_sizes")
     @classmethod

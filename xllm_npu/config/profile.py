@@ -1,4 +1,4 @@
-"""What is measured at start, and the latency that scheduling aims for."""
+"""The latency that scheduling aims for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,4 @@ class ProfileSettings(Section):
         ge=1,
         le=UNLIMITED_MS,
         description="target for the time between tokens, of requests that name none",
-    )
-    enable_profile_step_time: bool = Field(
-        default=False, description="measure at start how long steps take, for the prediction"
-    )
-    enable_profile_token_budget: bool = Field(
-        default=False, description="derive the token budget of a step from that measurement"
-    )
-    profile_max_prompt_length: int = Field(
-        default=2048, ge=1, le=2**24, description="longest prompt of that measurement"
     )

@@ -48,11 +48,6 @@ def _chunk_size(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]
         yield f"{name} has no meaning with --enable-chunked-prefill=false; give one of them."
 
 
-def _zero_evict(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
-    if settings.scheduler.use_zero_evict and settings.scheduler.enable_chunked_prefill:
-        yield "--use-zero-evict works on whole prompts only: add --enable-chunked-prefill=false."
-
-
 def _in_batch_prefix(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     kv, name = settings.kv_cache, "enable_in_batch_prefix_cache"
     if name in spelled and kv.enable_in_batch_prefix_cache and not kv.enable_prefix_cache:
@@ -108,6 +103,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _one_device, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _zero_evict, _in_batch_prefix,
+    _one_device, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _in_batch_prefix,
     _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
 )  # fmt: skip

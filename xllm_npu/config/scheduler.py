@@ -37,16 +37,4 @@ class SchedulerSettings(Section):
     )
     enable_online_preempt_offline: bool = Field(default=True, description="online requests may push out offline ones")
     enable_starve_prevent: bool = Field(default=True, description="requests that have waited too long go first")
-    starve_threshold: float = Field(
-        default=1.0, ge=0, le=1e6, description="how long is too long, in multiples of the request's time limit"
-    )
-    aggressive_coeff: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight of a request's remaining time in the urgency order"
-    )
-    use_zero_evict: bool = Field(
-        default=False,
-        description="admit a request only where nothing need be preempted for it; needs chunked prefill off",
-    )
-    max_decode_token_per_sequence: int = Field(
-        default=256, ge=1, le=2**24, description="output tokens that zero-evict expects of one sequence"
-    )
+    starve_threshold: float = Field(default=1.0, ge=0, le=1e6, description="seconds of waiting that are too long")

@@ -48,9 +48,6 @@ class ServiceSettings(Section):
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="seconds that SIGTERM lets running requests finish"
     )
-    num_request_handling_threads: int = Field(
-        default=4, ge=1, le=256, description="threads that apply chat templates and tokenize"
-    )
     enable_request_logging: bool = Field(default=False, description="log one line for each request (never its text)")
     log_level: LogLevel = Field(default="info", description="least severe message that is logged")
 

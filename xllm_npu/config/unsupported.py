@@ -11,6 +11,7 @@ from typing import Any
 # Name -> the values that ask for nothing; the first is the default and says whether the flag is a boolean.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Service
+    "num_request_handling_threads": (4,),
     "rpc_idle_timeout_s": (-1,), "rpc_channel_timeout_ms": (-1,), "max_reconnect_count": (40,),
     "num_response_handling_threads": (4,), "health_check_interval_ms": (3000,),
     "enable_json_object_output": (True,),
@@ -39,6 +40,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store_master_server_address": ("",), "store_metadata_server": ("",), "store_local_hostname": ("",),
     "enable_control_h2d_block_num": (False,),
     # Scheduler
+    "aggressive_coeff": (1,), "use_zero_evict": (False,), "max_decode_token_per_sequence": (256,),
     "chunked_match_frequency": (2,), "short_request_first_threshold": (0,),
     "short_request_first_long_max_wait_ms": (0,), "request_queue_size": (100000,),
     # Parallelism
@@ -69,10 +71,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_mtp_draft_body_tp1": (False,), "enable_dspark_native_sas": (False,),
     "enable_adaptive_speculative_decode": (False,), "adaptive_speculative_min_gain": (0,),
     # Profiling
+    "enable_profile_step_time": (False,), "enable_profile_token_budget": (False,),
+    "profile_max_prompt_length": (2048,),
     "enable_profile_kv_blocks": (True,), "disable_ttft_profiling": (False,),
     "enable_forward_interruption": (False,), "enable_online_profile": (False,), "profile_backend": ("torch",),
     "profile_dir": ("",),
     # Execution
+    "acl_graph_decode_batch_size_limit": (16,),
     "enable_graph_double_buffer": (True,), "enable_graph_mode_decode_no_padding": (False,),
     "enable_prefill_piecewise_graph": (False,), "enable_graph_vmm_pool": (True,), "enable_shm": (False,),
     "use_contiguous_input_buffer": (True,), "input_shm_size": (1024,), "output_shm_size": (128,),
