@@ -66,7 +66,7 @@ class EngineClient:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "xllm_npu.master.engine_process", str(self._directory), stdin=asyncio.subprocess.PIPE)
         assert self._process.stdin is not None
-        self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+        self._process.stdin.write(self._settings.model_dump_json(exclude_unset=True).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # it died already; the watcher says how
             await self._process.stdin.drain()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -132,7 +132,9 @@ class EngineClient:
 
     def _clean_up(self) -> None:
         if self._context is not None:
-            self._context.destroy(linger=0)
+            self._outgoing.close(linger=0)
+            self._incoming.close(linger=0)
+            self._context.term()  # waits for open sockets, of which there are none
             self._context = None
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()

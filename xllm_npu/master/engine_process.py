@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 IDLE_POLL_MS = 1000
 INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
 EXIT_FAILED = 1
+STDIN = 0
 
 
 class Channel:
@@ -117,9 +118,15 @@ class EngineServer:
 
 def _follow_parent() -> None:
     """End this process when standard input ends: the parent is gone, however it went."""
-    while sys.stdin.buffer.read(1):
+    while os.read(STDIN, 1):  # not sys.stdin: the interpreter waits for its lock when it ends
         pass
     os._exit(EXIT_FAILED)
+
+
+def _read_settings() -> bytes:
+    """The first line of standard input, without taking more than it."""
+    with open(STDIN, "rb", buffering=0, closefd=False) as stdin:
+        return stdin.readline()
 
 
 class ThrottledProgress:
@@ -139,7 +146,7 @@ class ThrottledProgress:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
+    line = _read_settings()
     if not line:
         return EXIT_FAILED  # the parent died before it said anything
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()

@@ -44,7 +44,9 @@ def num_kv_blocks(request: CacheRequest) -> int:
     if blocks < 2:
         raise CacheTooSmall(
             f"There is no room for a KV cache: {_mib(r.free_bytes)} of {_mib(r.total_bytes)} are free, and a block "
-            f"takes {_mib(r.bytes_per_block)}. Raise max_memory_utilization or max_cache_size, or lower max_tokens_per_batch.")
+            f"takes {_mib(r.bytes_per_block)}. Raise max_memory_utilization or max_cache_size, or lower "
+            "max_tokens_per_batch."
+        )
     return int(blocks)
 
 

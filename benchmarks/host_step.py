@@ -1,0 +1,117 @@
+"""The host's time for one decode step: schedule, build inputs, process outputs. Model and sampling are ready tokens.
+
+What is measured is what stands between two steps of the device in the engine process, with every feature on: stop
+rules (EOS, stop ids, length), prefix cache, block growth, streaming (the step's outputs encoded for the HTTP
+process), the step message made for the worker and the worker's own buffers filled from it. Detokenizing happens in
+the HTTP process, beside the device; its time for the same step is printed on a line of its own.
+
+    python benchmarks/host_step.py [--json] [--steps 400] [--sizes 64,128,256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+
+import msgspec
+import numpy as np
+import torch
+
+from xllm_npu.execution.input_builder import InputBuilder
+from xllm_npu.execution.step_message import build_step_input
+from xllm_npu.scheduling.options import SchedulerOptions
+from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.batch import StepResult
+from xllm_npu.state.messages import AddRequest
+from xllm_npu.state.sampling_params import SamplingParams
+
+BLOCK, CONTEXT, PROMPT = 128, 2048, 192
+PEERS = "nano-vllm 145 / 250 / 470 us, mini-sglang 1,200 / 2,400 / 4,500, vLLM 0.32 2,700 / 4,800 / 9,600"
+PARTS = ("schedule", "message", "build", "process", "encode")
+
+
+class HostStep:
+    """An engine whose worker answers at once with ready tokens."""
+
+    def __init__(self, num_seqs: int, steps: int) -> None:
+        blocks = num_seqs * (CONTEXT // BLOCK) + 1
+        self.scheduler = Scheduler(SchedulerOptions(
+            max_seqs=num_seqs, max_tokens=65536, max_model_len=CONTEXT, num_blocks=blocks, block_size=BLOCK,
+            eos_token_ids=(2,)))
+        self.builder = InputBuilder(
+            max_tokens=65536, max_rows=num_seqs, max_blocks=CONTEXT // BLOCK, block_size=BLOCK,
+            device=torch.device("cpu"), pinned=False)
+        self.encoder = msgspec.msgpack.Encoder()
+        rng = np.random.default_rng(0)
+        for i in range(num_seqs):
+            params = SamplingParams(temperature=0.0, max_tokens=steps + 400, stop_token_ids=(7, 11, 13), stop=("\n\n",))
+            prompt = rng.integers(20, 40000, PROMPT - i % 64).astype(np.int32)
+            self.scheduler.add(AddRequest(request_id=i, external_id=str(i), prompt=prompt.tobytes(), params=params,
+                                          arrival_time=time.time()))
+        self.tokens = rng.integers(20, 40000, num_seqs).astype(np.int32)
+
+        self.in_flight: list[StepResult] = []
+
+    def step(self) -> tuple[int, list[float]]:
+        """(sequences, seconds of each of PARTS), overlapped: a step is scheduled before the one before is processed."""
+        t0 = time.perf_counter()
+        group = self.scheduler.schedule()
+        assert group is not None
+        batch = group.batches[0]
+        t1 = time.perf_counter()
+        message = build_step_input(batch, group.tables[0], BLOCK)
+        t2 = time.perf_counter()
+        built = self.builder.build(message)
+        t3 = time.perf_counter()
+        count = built.sample_rows.size
+        result = StepResult(step_id=message.step_id, tokens=self.tokens[:count].tobytes(), seconds=0.01)
+        self.builder.remember(built.sample_rows, torch.from_numpy(self.tokens[:count].astype(np.int64)))
+        self.in_flight.append(result)
+        if len(self.in_flight) < 2:
+            return 0, []
+        t4 = time.perf_counter()
+        outputs = self.scheduler.process(self.in_flight.pop(0))
+        t5 = time.perf_counter()
+        self.encoder.encode(outputs)
+        t6 = time.perf_counter()
+        return batch.num_decodes, [t1 - t0, t2 - t1, t3 - t2, t5 - t4, t6 - t5]
+
+
+def measure(num_seqs: int, steps: int) -> dict[str, float]:
+    host = HostStep(num_seqs, steps)
+    rows = []
+    while len(rows) < steps:
+        decodes, seconds = host.step()
+        if decodes == num_seqs:
+            rows.append(seconds)
+    rows = rows[len(rows) // 4 :]
+    total = sorted(sum(r) for r in rows)
+    parts = {name: statistics.median(r[i] for r in rows) * 1e6 for i, name in enumerate(PARTS)}
+    return {"us": statistics.median(total) * 1e6, "p90": total[int(len(total) * 0.9)] * 1e6, **parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line: {size: microseconds}")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--sizes", default="64,128,256")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.disable()
+    found = {size: measure(size, args.steps) for size in map(int, args.sizes.split(","))}
+    print(f"host time of one decode step, microseconds, median of {args.steps} steps "
+          f"(Python {platform.python_version()}, numpy {np.__version__}, block size {BLOCK})")
+    print(f"{'sequences':>10}{'total':>8}{'p90':>8}" + "".join(f"{name:>10}" for name in PARTS))
+    for size, row in found.items():
+        print(f"{size:>10}{row['us']:>8.0f}{row['p90']:>8.0f}" + "".join(f"{row[name]:>10.0f}" for name in PARTS))
+    print(f"peers at 64 / 128 / 256, measured on two such cores: {PEERS}")
+    if args.json:
+        print(json.dumps({str(size): round(row["us"], 1) for size, row in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
