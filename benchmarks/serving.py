@@ -133,7 +133,9 @@ def measure(target: Target, args: argparse.Namespace, maker: PromptMaker, pid: i
         for number in range(args.rounds):
             seed = args.seed + 1000 * (number + 1) + sum(name.encode())
             rounds.append(run_load(target, maker.prompts(work, seed), work, args.rate, pid, seed))
-            print(f"  {name} round {number + 1}: {rounds[-1]['output_tok_s']:.1f} output tok/s", flush=True)
+            busy = rounds[-1]["busy_others"]
+            noisy = f" (others used {busy:.1f} cores meanwhile)" if busy > 0.1 else ""
+            print(f"  {name} round {number + 1}: {rounds[-1]['output_tok_s']:.1f} output tok/s{noisy}", flush=True)
         result["workloads"][name] = {"median": median_of(rounds), "rounds": rounds}
     return result
 
