@@ -82,6 +82,13 @@ async def test_many_prompts_stream_side_by_side(client, master):
     assert [(c["index"], c["text"]) for c in got] == [(1, "D"), (1, ""), (0, "C"), (0, "")]
 
 
+async def test_indices_of_many_prompts_and_choices(client):
+    text = dict.fromkeys(range(6), "")
+    for choice in choices(await stream(client, prompt=["a", "b", "c"], n=2)):
+        text[choice["index"]] += choice["text"]
+    assert text == dict.fromkeys(range(6), "Hello world")
+
+
 async def test_a_failure_of_one_prompt_ends_them_all(client, master):
     forever = asyncio.Event()
 

@@ -7,6 +7,7 @@ import pytest
 from tests.service.conftest import client_of
 from tests.service.fake_master import FakeMaster, output
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus
+from xllm_npu.service.errors import ErrorBoundary
 from xllm_npu.state.output import SequenceDelta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -255,3 +256,23 @@ async def test_unexpected_failure_outside_generation(client, master, caplog):
     assert error_of(response, 500)["type"] == "server_error"
     assert "secret" not in response.text
     assert "/secret/path" in caplog.text
+
+
+async def test_wrong_parameters_cost_no_tokenizing(client, master):
+    error_of(await client.post(CHAT, json={"messages": MESSAGES, "temperature": 9}), 400)
+    assert master.template_kwargs == {}
+
+
+async def test_a_begun_response_is_cut_not_answered_twice():
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError("x")
+
+    async def send(message):
+        sent.append(message["type"])
+
+    with pytest.raises(KeyError):
+        await ErrorBoundary(app)({"type": "http", "method": "GET", "path": "/"}, None, send)
+    assert sent == ["http.response.start"]

@@ -44,3 +44,9 @@ async def test_what_is_not_http_gets_the_envelope(master):
     async with live_server(master) as server:
         status, reply = await answer(server.url, b"hello there\r\n\r\n")
     assert (status, reply["error"]["code"]) == (400, "invalid_http")
+
+
+async def test_an_announced_body_is_refused_unread(master):
+    async with live_server(master, max_body_bytes=1024) as server:
+        status, reply = await answer(server.url, BEGIN + b"Content-Length: 9999999\r\n\r\n")
+    assert (status, reply["error"]["code"]) == (413, "request_too_large")
