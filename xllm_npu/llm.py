@@ -112,7 +112,8 @@ class LLM:
     ) -> list[RequestResult]:
         """One result for each prompt, in their order; a single prompt gives a list of one.
 
-        `sampling_params`: one for all, or one for each. `use_tqdm`: show a progress bar, if on a terminal.
+        `sampling_params`: one for all, or one for each; None: the model's own defaults.
+        `use_tqdm`: show a progress bar, if on a terminal.
         Raises InvalidParameter before anything runs if one of the prompts cannot be served.
         """
         tokenized = [self._tokenized(p, True) for p in _as_list(prompts)]
@@ -146,6 +147,10 @@ class LLM:
         ]
         return self._run([self._tokenized(t, False) for t in texts], sampling_params, use_tqdm)
 
+    def default_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, as a server does for requests that say nothing."""
+        return SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
+
     def close(self) -> None:
         """Stop the engine; may be called again."""
         self._closer()
@@ -177,7 +182,8 @@ class LLM:
     ) -> list[RequestResult]:
         if not self._closer.alive:
             raise RuntimeError("This LLM is closed. Make a new one.")
-        params = _one_for_each(sampling_params, len(prompts))
+        given = self.default_params() if sampling_params is None else sampling_params
+        params = _one_for_each(given, len(prompts))
         requests = [self._request(i, ids, p) for i, ((_, ids), p) in enumerate(zip(prompts, params))]
         results = [RequestResult(r.external_id, text, ids) for r, (text, ids) in zip(requests, prompts)]
         with self._lock, _generation_bar(len(prompts), use_bar) as advance:
@@ -222,9 +228,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+def _one_for_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [given] * count
     if len(given) != count:
         raise ValueError(f"There are {count} prompts and {len(given)} sampling_params; give one, or one for each.")
     return list(given)

@@ -147,6 +147,14 @@ def test_without_parameters_it_runs_to_the_context_length(llm):
     assert len(result.outputs[0].token_ids) == 60
 
 
+def test_without_parameters_the_models_defaults_count(engine):
+    engine.ready.default_sampling = {"temperature": 0.6, "top_k": 20}
+    with LLM() as llm:
+        llm.generate("a")
+        llm.generate("a", SamplingParams())
+    assert [(r.params.temperature, r.params.top_k) for r in engine.requests] == [(0.6, 20), (1.0, 0)]
+
+
 def test_stop_string_and_n(llm, engine):
     (result,) = llm.generate("abc", SamplingParams(max_tokens=9, n=2, stop=("ca",)))
     assert [(o.index, o.text, o.finish_reason, o.stop_reason) for o in result.outputs] == [
