@@ -175,10 +175,8 @@ def _explained(error: Exception, model: str, hub: str) -> str:
         return f"{hub} refuses access to {model} (HTTP {status}). Set HF_TOKEN to a token that may read it."
     if status == 404:
         return f"{hub} has no model {model} (HTTP 404). Check the name."
-    reason = str(error).strip().splitlines()
-    return (
-        f"{model} could not be downloaded from {hub} ({reason[0] if reason else error!r}). {_OFFLINE_ADVICE}"
-    )
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    return f"{model} could not be downloaded from {hub} ({reason}). {_OFFLINE_ADVICE}"
 
 
 def _with_weights(path: Path, model: str, hub: str) -> Path:
