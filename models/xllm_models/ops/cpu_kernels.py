@@ -29,7 +29,7 @@ from xllm_models.ops.cpu_team import team_share
 SILU, GELU, GELU_TANH = 0, 1, 2
 
 
-@njit(fastmath=FAST, inline="always")
+@njit(error_model="numpy", fastmath=FAST, inline="always")
 def _normalise(source, target, weight, width, eps):
     """target = source * rsqrt(mean square) * weight; the two may be one row."""
     total = np.float32(0)
@@ -41,14 +41,14 @@ def _normalise(source, target, weight, width, eps):
         store(target, i, load(source, i) * factor * load(weight, i))
 
 
-@njit(fastmath=FAST)
+@njit(error_model="numpy", fastmath=FAST)
 def _rms_norm_rows(x, out, weight, eps):
     begin, end = team_share(x.shape[0])
     for row in range(begin, end):
         _normalise(x[row], out[row], weight, x.shape[1], eps)
 
 
-@cfunc("void(voidptr)", cache=True, fastmath=FAST)
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def rms_norm(data):
     """encoding, x, out, weight, rows, width, eps"""
     a = arguments_of(data)
@@ -59,7 +59,7 @@ def rms_norm(data):
         _rms_norm_rows(f32(a[1], shape), f32(a[2], shape), f32(a[3], a[5]), eps)
 
 
-@njit(fastmath=FAST)
+@njit(error_model="numpy", fastmath=FAST)
 def _add_rms_norm_rows(x, residual, weight, eps):
     begin, end = team_share(x.shape[0])
     for row in range(begin, end):
@@ -68,7 +68,7 @@ def _add_rms_norm_rows(x, residual, weight, eps):
         _normalise(residual[row], x[row], weight, x.shape[1], eps)
 
 
-@cfunc("void(voidptr)", cache=True, fastmath=FAST)
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def add_rms_norm(data):
     """encoding, x (becomes the norm), residual (becomes the sum), weight, rows, width, eps"""
     a = arguments_of(data)
@@ -79,7 +79,7 @@ def add_rms_norm(data):
         _add_rms_norm_rows(f32(a[1], shape), f32(a[2], shape), f32(a[3], a[5]), eps)
 
 
-@njit(fastmath=FAST)
+@njit(error_model="numpy", fastmath=FAST)
 def _act_and_mul_rows(x, out, kind):
     begin, end = team_share(out.shape[0])
     width = out.shape[1]
@@ -101,7 +101,7 @@ def _act_and_mul_rows(x, out, kind):
                 store(target, i, g * phi * load(up, i))
 
 
-@cfunc("void(voidptr)", cache=True, fastmath=FAST)
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def act_and_mul(data):
     """encoding, x, out, rows, width of out, kind"""
     a = arguments_of(data)
@@ -111,7 +111,7 @@ def act_and_mul(data):
         _act_and_mul_rows(f32(a[1], (a[3], 2 * a[4])), f32(a[2], (a[3], a[4])), a[5])
 
 
-@njit(fastmath=FAST, inline="always")
+@njit(error_model="numpy", fastmath=FAST, inline="always")
 def _rotate(head, cos_sin, half):
     for i in range(half):
         first, second, cos, sin = load(head, i), load(head, i + half), cos_sin[i], cos_sin[i + half]
@@ -119,7 +119,7 @@ def _rotate(head, cos_sin, half):
         store(head, i + half, second * cos + first * sin)
 
 
-@njit(fastmath=FAST)
+@njit(error_model="numpy", fastmath=FAST)
 def _rotary_rows(qkv, positions, cos_sin, num_heads, num_rotated, q_norm, k_norm, eps):
     begin, end = team_share(qkv.shape[0])
     for row in range(begin, end):
@@ -131,7 +131,7 @@ def _rotary_rows(qkv, positions, cos_sin, num_heads, num_rotated, q_norm, k_norm
             _rotate(head, table, cos_sin.shape[1] // 2)
 
 
-@cfunc("void(voidptr)", cache=True, fastmath=FAST)
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def rotary(data):
     """encoding, qkv (in place), positions, cos_sin, tokens, H, K, E, P, R, q_norm, k_norm, norm width (0: none), eps"""
     a = arguments_of(data)

@@ -121,7 +121,7 @@ def float_to_bfloat(value):
     return types.uint16((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16))
 
 
-@njit(fastmath=False)
+@njit(error_model="numpy", fastmath=False)
 def half_to_float(half):
     """float16 bits to float32; exact, subnormals included. Infinity and NaN do not occur in a finite cache."""
     bits = types.uint32(types.uint16(half))
@@ -129,7 +129,7 @@ def half_to_float(half):
     return float_of(bits_of(magnitude) | ((bits & types.uint32(0x8000)) << types.uint32(16)))
 
 
-@njit(fastmath=False)
+@njit(error_model="numpy", fastmath=False)
 def float_to_half(value):
     """float32 to float16 bits, nearest even; beyond the range it saturates at 65504."""
     bits = bits_of(types.float32(value))
@@ -142,7 +142,7 @@ def float_to_half(value):
     return types.int16(types.uint16(sign | ((rounded - types.uint32(112 << 23)) >> types.uint32(13))))
 
 
-@njit(fastmath=False)  # said aloud, or a caller's setting is inherited and simplifies the rounding trick away
+@njit(error_model="numpy", fastmath=False)  # said aloud, or a caller's setting is inherited and simplifies the rounding trick away
 def exp32(x):
     """exp(x) in float32 to about 2 units in the last place; 0 below -87, saturates above 88. Vectorises."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))

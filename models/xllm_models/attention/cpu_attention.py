@@ -1,0 +1,162 @@
+"""Attention on the CPU: decode reads the paged cache in place, prefill uses torch's flash kernel.
+
+One team of threads writes the step's keys and values and then decodes all one-token rows (cpu_kernels). A prefill row
+attends its own chunk causally, straight from the projections, and its cached prefix without a mask; the two results
+are joined by their log-sum-exp. Rows under a sliding window go in slices of queries, each with the keys it can see.
+A float16 cache is for models that compute in float32 (registry.build_model).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from xllm_models.attention import cpu_kernels
+from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention
+from xllm_models.forward_input import AttentionMetadata
+from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT16, FLOAT32
+from xllm_models.ops.cpu_team import float_bits, run
+
+_ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_WINDOW_SLICE = 256  # queries whose keys are gathered together under a window
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class CpuAttention(AttentionBackend):
+    def __init__(self, spec: AttentionSpec) -> None:
+        if spec.dtype not in _ENCODINGS:
+            raise ValueError(f"the CPU attention stores float32, bfloat16 or float16, not {spec.dtype}")
+        self.spec = spec
+        self.key_caches: list[torch.Tensor] = []  # [blocks, K, E, block_size] a layer
+        self.value_caches: list[torch.Tensor] = []  # [blocks, K, block_size, E] a layer
+        self._metadata: AttentionMetadata | None = None
+        self._slots = self._table = self._lengths = torch.empty(0)
+        self._tile = next((t for t in (128, 64, 32, 16) if spec.block_size % t == 0), spec.block_size)
+        self._threads = 0
+        self._parts = self._part_rows = torch.empty(0)
+
+    @classmethod
+    def kv_bytes_per_block(cls, spec: AttentionSpec) -> int:
+        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    def allocate_kv_caches(self, num_blocks: int) -> None:
+        spec = self.spec
+        keys = (num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        values = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        self.key_caches = [torch.zeros(keys, dtype=spec.dtype) for _ in range(spec.num_layers)]
+        self.value_caches = [torch.zeros(values, dtype=spec.dtype) for _ in range(spec.num_layers)]
+
+    def warmup(self) -> None:
+        """Nothing: importing the kernels compiled them, or loaded them from numba's cache on disk."""
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
+        self._slots = metadata.slot_mapping.contiguous()
+        self._table = metadata.block_table.contiguous()
+        self._lengths = metadata.seq_lens.contiguous()
+        threads = torch.get_num_threads()
+        if threads != self._threads:  # room for the parts of rows that are cut between threads
+            groups = self.spec.num_heads // self.spec.num_kv_heads
+            self._threads = threads
+            self._parts = torch.empty(2 * threads, groups, self.spec.head_dim + 2)
+            self._part_rows = torch.empty(2 * threads, dtype=torch.int64)
+
+    def forward(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        metadata = self._metadata
+        assert metadata is not None, "prepare comes before forward"
+        query, key, value = _same_strides(query, key, value)
+        out = query.new_empty(query.shape)
+        self._write_and_decode(metadata, layer, query, key, value, out)
+        if metadata.num_prefills:
+            starts, lengths = metadata.query_start_host.tolist(), metadata.seq_lens_host.tolist()
+            for row in range(metadata.num_decodes, len(lengths)):
+                tokens = slice(starts[row], starts[row + 1])
+                parts = query[tokens], key[tokens], value[tokens]
+                if layer.sliding_window and lengths[row] > layer.sliding_window:
+                    self._windowed(layer, row, lengths[row], parts[0], out[tokens])
+                else:
+                    self._prefill(layer, row, lengths[row], parts, out[tokens])
+        return out.flatten(1)
+
+    def _write_and_decode(
+        self, metadata: AttentionMetadata, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, out: torch.Tensor,
+    ) -> None:
+        spec, keys, values = self.spec, self.key_caches[layer.layer], self.value_caches[layer.layer]
+        encoding = _ENCODINGS[query.dtype]
+        assert (encoding == BFLOAT16) == (spec.dtype == torch.bfloat16), "queries and cache disagree about bfloat16"
+        run(cpu_kernels.step.address, self._threads,
+            encoding, key.data_ptr(), value.data_ptr(), query.stride(0), self._slots.data_ptr(), query.shape[0],
+            keys.data_ptr(), values.data_ptr(), keys.shape[0], spec.num_kv_heads, spec.head_dim, spec.block_size,
+            metadata.num_decodes, self._table.data_ptr(), self._table.shape[1], self._lengths.data_ptr(),
+            float_bits(layer.scale), layer.sliding_window, spec.num_heads, self._parts.data_ptr(),
+            self._part_rows.data_ptr(), self._tile, query.data_ptr(), out.data_ptr(), _ENCODINGS[spec.dtype])
+
+    def _prefill(
+        self, layer: LayerAttention, row: int, length: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """The chunk's own keys causally, the prefix before it without a mask."""
+        query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in parts)  # [1, H or K, n, E]
+        n, groups = query.shape[2], query.shape[1] // key.shape[1]
+        if self.spec.dtype == torch.float16:  # as the cache will give them back
+            key, value = key.half().float(), value.half().float()
+        causal = n > 1
+        own, own_lse = _flash(query, _repeat(key, groups), _repeat(value, groups), 0.0, causal, scale=layer.scale)
+        if length > n:
+            keys, values = self._gather(layer.layer, row, 0, length - n)
+            old, old_lse = _flash(query, _repeat(keys, groups), _repeat(values, groups), 0.0, False, scale=layer.scale)
+            share = torch.sigmoid(old_lse - own_lse).unsqueeze(-1)  # [1, H, n, 1] float32: the prefix's weight
+            own = own.float() + (old.float() - own.float()) * share
+        out.copy_(own[0].transpose(0, 1))
+
+    def _windowed(self, layer: LayerAttention, row: int, length: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Slices of queries, each with the keys from its first query's window to its last query."""
+        n, groups = query.shape[0], query.shape[1] // self.spec.num_kv_heads
+        start = length - n  # position of the first query
+        for begin in range(0, n, _WINDOW_SLICE):
+            end = min(begin + _WINDOW_SLICE, n)
+            first = max(0, start + begin - layer.sliding_window + 1)
+            keys, values = self._gather(layer.layer, row, first, start + end)
+            at = torch.arange(start + begin, start + end)[:, None]
+            of = torch.arange(first, start + end)[None, :]
+            hidden = (of > at) | (of <= at - layer.sliding_window)
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+            part = query[begin:end].transpose(0, 1).unsqueeze(0)
+            result, _ = _flash(part, _repeat(keys, groups), _repeat(values, groups), 0.0, False, attn_mask=mask[None, None],
+                               scale=layer.scale)
+            out[begin:end] = result[0].transpose(0, 1)
+
+    def _gather(self, layer: int, row: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions first..length-1 of a row, [1, K, length - first, E], in the compute dtype."""
+        spec, cache = self.spec, self.key_caches[layer]
+        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
+        keys, values = torch.empty(2, 1, spec.num_kv_heads, length - first, spec.head_dim, dtype=dtype)
+        blocks = self._table[row]
+        run(cpu_kernels.gather.address, self._threads, _ENCODINGS[spec.dtype], cache.data_ptr(),
+            self.value_caches[layer].data_ptr(), cache.shape[0], spec.num_kv_heads, spec.head_dim, spec.block_size,
+            blocks.data_ptr(), blocks.shape[0], length, first, keys.data_ptr(), values.data_ptr())
+        return keys, values
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        for source, target in pairs.tolist():
+            for cache in (*self.key_caches, *self.value_caches):
+                cache[target] = cache[source]
+
+
+def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    """[1, K, n, E] -> [1, K * groups, n, E]; a view where the kernel can take one."""
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _same_strides(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts with whole heads next to each other and one distance between tokens, copied only if they are not."""
+    head_dim = parts[0].shape[2]
+    fine = all(t.stride(2) == 1 and t.stride(1) == head_dim and t.stride(0) == parts[0].stride(0) for t in parts)
+    if fine:
+        return parts
+    packed = torch.cat(parts, dim=1)
+    return packed.split([t.shape[1] for t in parts], dim=1)
