@@ -35,6 +35,7 @@ async def test_whole_reply(client, master):
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"] == "r1"
     reply = response.json()
+    assert list(reply)[:4] == ["id", "object", "created", "model"]
     assert reply.pop("created") > 1_600_000_000
     assert reply == {
         "id": "chatcmpl-r1", "object": "chat.completion", "model": "tiny", "system_fingerprint": None,

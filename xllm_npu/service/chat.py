@@ -97,8 +97,8 @@ def _logprobs(body: ChatBody) -> int | None:
 async def _whole_reply(context: ApiContext, request: Request, call: ChatCall, outputs: Outputs) -> Response:
     count = UsageCount(1)
     choices = [SequenceText() for _ in range(call.params.n)]
-    reply = replies.ChatCompletion(call.id, call.created, call.model, [], count.usage(),
-                                   prompt_token_ids=call.shown_prompt)
+    reply = replies.ChatCompletion(id=call.id, created=call.created, model=call.model, choices=[],
+                                   usage=count.usage(), prompt_token_ids=call.shown_prompt)
 
     def take(index: int, output: RequestOutput) -> None:
         count.update(index, output)

@@ -166,7 +166,8 @@ async def _whole_reply(context: ApiContext, request: Request, call: CompletionCa
     usage = count.usage()
     if call.prompt_only:
         usage = replies.usage(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
-    return replies.json_response(replies.Completion(call.id, call.created, call.model, choices, usage))
+    return replies.json_response(replies.Completion(id=call.id, created=call.created, model=call.model,
+                                                    choices=choices, usage=usage))
 
 
 def _choice(context: ApiContext, call: CompletionCall, index: int, prompt: EncodedPrompt, sequence: SequenceText,
