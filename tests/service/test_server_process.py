@@ -155,6 +155,8 @@ async def test_death_of_the_engine(started):
         text = (await response.aread()).decode()
         assert '"message":"The engine stopped."' in text
         assert "[DONE]" not in text
+    health = await server.client.get("/health")
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
     code, out, err = await server.end()
     assert (code, out) == (1, ["shutdown 5"])
     assert "xllm-npu: The engine stopped: the engine process was killed by signal 9.\n" in err

@@ -135,8 +135,9 @@ class ServerLife:
 
     async def _end_requests(self, failed: bool) -> None:
         self._admission.drain()
-        patience = FLUSH_SECONDS if failed else self._settings.service.shutdown_timeout
-        if not await self._idle_within(patience):
+        if failed and self._master.info is not None:
+            await asyncio.sleep(FLUSH_SECONDS)  # whatever happens meanwhile: probes shall see the 503 too
+        if not await self._idle_within(0 if failed else self._settings.service.shutdown_timeout):
             logger.warning("%d requests did not finish in time and are ended", self._admission.in_flight)
             self._admission.abort_all(unavailable("The server is shutting down.", "shutting_down"))
             await self._idle_within(FLUSH_SECONDS)
