@@ -1,0 +1,97 @@
+"""A random checkpoint that serves in a second: a real architecture, two layers, and a tokenizer of single bytes.
+
+Any text round-trips through the tokenizer, one token a byte. The model's likeliest tokens are printable ASCII, so what
+it writes is text that tests can search; its greedy output depends on the whole prompt and is no loop.
+Made from transformers' own configurations and `save_pretrained`, so that transformers can load and check it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")  # ids 256 and up
+EOS, PAD = "<|im_end|>", "<|pad|>"
+VOCAB = 256 + len(SPECIALS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+
+
+def make_tiny_model(
+    directory: str | Path, architecture: str = "llama", *, vocab: int = VOCAB, layers: int = 2, hidden: int = 64,
+    max_length: int = 1024, initializer_range: float = 0.5, seed: int = 0, dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """Write a model directory and return it. `config` overrides fields of transformers' configuration."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    backend = byte_tokenizer()
+    write_tokenizer(directory, backend)
+    config_class, model_class = ARCHITECTURES[architecture]
+    fields = {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4, "tie_word_embeddings": False,
+        "max_position_embeddings": max_length, "initializer_range": initializer_range, "bos_token_id": None,
+        "eos_token_id": backend.token_to_id(EOS), "pad_token_id": backend.token_to_id(PAD),
+    }  # fmt: skip
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = model_class(config_class(**{**fields, **config})).eval()
+    finally:
+        torch.random.set_rng_state(state)
+    _prefer_printable(model.get_output_embeddings().weight, backend)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def _prefer_printable(weight: torch.Tensor, backend: Tokenizer) -> None:
+    """Give every other token the logit 0, which the likeliest of some ninety random ones is always above."""
+    printable = [i for t, i in backend.get_vocab().items() if len(t) == 1 and "!" <= t <= "~" or t == "Ġ"]
+    keep = torch.zeros(weight.shape[0], 1)  # [vocab, 1]
+    keep[printable] = 1
+    with torch.no_grad():
+        weight.mul_(keep)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes and no merges; ids follow the byte-level alphabet's order."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    return backend
+
+
+def write_tokenizer(directory: Path, backend: Tokenizer) -> None:
+    backend.save(str(directory / "tokenizer.json"))
+    body = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD,
+        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    (directory / "tokenizer_config.json").write_text(json.dumps(body, indent=1))
