@@ -72,15 +72,19 @@ def test_memory_info(plugin: Platform) -> None:
 
 
 def test_memory_info_follows_allocation(plugin: Platform) -> None:
-    size, taken = 256 << 20, []
-    for _ in range(5):  # other processes of the machine may give memory back in between, but not every time
+    size = 256 << 20
+
+    def taken() -> int:
         before = plugin.memory_info().free
         block = torch.ones(size, dtype=torch.uint8, device=plugin.device())  # touched, so resident
         plugin.synchronize()
-        taken.append(before - plugin.memory_info().free)
+        during = plugin.memory_info().free
         del block
         plugin.empty_cache()
-    assert max(taken) > size // 2
+        return before - during
+
+    # Other processes of the machine may be giving memory back at the same time, but they come to an end.
+    assert any(taken() > size // 2 for _ in range(30))
 
 
 def test_allocator_stats(plugin: Platform) -> None:

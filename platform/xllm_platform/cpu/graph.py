@@ -104,6 +104,7 @@ def _configure_compiler() -> None:
     import torch._inductor.config as inductor
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    dynamo.allow_unspec_int_on_nn_module = True  # a layer's number is an input, not a reason to compile again
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # A handful of kernels is compiled; a pool of processes that each import torch would cost more time
         # and memory than it saves, and could outlive an engine that is killed.
