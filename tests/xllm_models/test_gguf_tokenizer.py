@@ -150,6 +150,17 @@ def test_scored_pieces_make_the_tokens_that_merging_by_score_makes(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+def test_the_piece_of_higher_score_is_merged_first_whatever_its_number(tmp_path):
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
+    for best, expected in (("ab", ["ab", "c"]), ("bc", ["a", "bc"])):
+        scores = [float(token == best) for token in tokens]
+        path = write(
+            tmp_path / "m.gguf", "llama", tokens, [2, 1, 1, 1, 1, 1], token_scores=scores, unk=0,
+            add_space_prefix=False,
+        )  # fmt: skip
+        assert gguf_tokenizer(path)[0].encode("abc").tokens == expected
+
+
 def test_space_prefix_and_end_token_follow_the_metadata(tmp_path):
     path = write_spm(tmp_path / "m.gguf", add_space_prefix=False, add_bos_token=False, add_eos_token=True)
     tokenizer, _, _ = gguf_tokenizer(path)

@@ -1,5 +1,6 @@
 """Resolving MODEL, with the hubs' clients and pip replaced; nothing here needs a network."""
 
+import fcntl
 import hashlib
 import multiprocessing
 import sys
@@ -130,6 +131,15 @@ def test_an_unwritable_cache_says_which_variable_to_set(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HubError, match="XDG_CACHE_HOME"):
         cached(tmp_path / "file" / "e", lambda d: False, lambda d: None)
+
+
+def test_the_lock_is_held_while_an_entry_is_made(tmp_path):
+    def make(directory):
+        with (tmp_path / ".e.lock").open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (directory / "done").write_text("")
+
+    assert (cached(tmp_path / "e", lambda d: (d / "done").is_file(), make) / "done").is_file()
 
 
 def make_counted(directory):

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -154,6 +155,22 @@ def test_one_shard_is_open_at_a_time_and_each_once(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_source, "safe_open", counting)
     load_weights(Toy(), SafetensorsSource(tmp_path))
     assert len(opened) == len(set(opened)) == 3
+
+
+def test_a_tensor_is_dropped_before_the_next_is_read(tmp_path):
+    """One that lived on would keep its shard's mapping alive while the next shard opens."""
+    save_sharded(tmp_path, checkpoint())
+
+    class Watching(SafetensorsSource):
+        alive = weakref.WeakSet()
+
+        def _read(self, shard, name, region):
+            assert not self.alive, f"{name} is read while another is held"
+            tensor = super()._read(shard, name, region)
+            self.alive.add(tensor)
+            return tensor
+
+    assert load_weights(Toy(), Watching(tmp_path)).tensors == 5
 
 
 def test_tied_and_untied_heads(tmp_path):
