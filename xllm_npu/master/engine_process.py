@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -78,15 +79,14 @@ class EngineServer:
         assert isinstance(loop, EngineLoop)
         self._channel, self._loop = channel, loop
         self._checked_at = 0.0
+        self._told = (0, 0)  # running and waiting, as the parent knows them
 
     def run(self) -> None:
         idle = True
         while self._take_messages(wait=idle):
             if self._loop.has_work():
                 idle = False
-                outputs = self._loop.step()
-                if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
-                    self._channel.send(outputs)
+                self._tell(self._loop.step())
             elif not idle:
                 idle = True
                 self._became_idle()
@@ -101,12 +101,29 @@ class EngineServer:
             self._loop.submit(message)
         return True
 
-    def _became_idle(self) -> None:
+    def _tell(self, outputs: StepOutputs | None) -> None:
+        """News for clients; without any the gauges, where they changed: a long prompt has no news for many steps."""
+        if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
+            self._channel.send(outputs)
+            if outputs.stats is not None:
+                self._told = outputs.stats.running, outputs.stats.waiting
+        elif self._told != self._gauges():
+            self._tell_gauges()
+
+    def _gauges(self) -> tuple[int, int]:
+        scheduler = self._loop.scheduler
+        return scheduler.running.num_running, len(scheduler.waiting)
+
+    def _tell_gauges(self) -> None:
         scheduler = self._loop.scheduler
         stats: EngineStats = scheduler.stats
-        stats.running, stats.waiting = scheduler.running.num_running, len(scheduler.waiting)
+        stats.running, stats.waiting = self._told = self._gauges()
         stats.kv_usage = scheduler.running.blocks.pool.usage
         self._channel.send(StepOutputs(stats=stats))
+
+    def _became_idle(self) -> None:
+        scheduler = self._loop.scheduler
+        self._tell_gauges()
         now = time.monotonic()
         if now - self._checked_at > INTEGRITY_SECONDS:
             self._checked_at = now
@@ -116,10 +133,11 @@ class EngineServer:
                 log.error("the scheduler's books do not agree, please report this: %s", error)
 
 
-def _follow_parent() -> None:
-    """End this process when standard input ends: the parent is gone, however it went."""
+def _follow_parent(directory: Path) -> None:
+    """End this process when standard input ends: the parent is gone, however it went, and leaves its directory."""
     while os.read(STDIN, 1):  # not sys.stdin: the interpreter waits for its lock when it ends
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_FAILED)
 
 
@@ -146,13 +164,15 @@ class ThrottledProgress:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    directory = Path(sys.argv[1])
     line = _read_settings()
-    if not line:
-        return EXIT_FAILED  # the parent died before it said anything
-    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    if not line:  # the parent died before it said anything
+        shutil.rmtree(directory, ignore_errors=True)
+        return EXIT_FAILED
+    threading.Thread(target=_follow_parent, args=(directory,), name="parent", daemon=True).start()
     settings = Settings.model_validate_json(line)
     setup_logging(settings.service.log_level)
-    channel = Channel(Path(sys.argv[1]))
+    channel = Channel(directory)
     try:
         from xllm_npu.execution.process_setup import configure_process
 
@@ -179,4 +199,6 @@ def describe(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    logging.shutdown()
+    os._exit(exit_code)  # taking the interpreter down with all of torch in it lasts a second, in which users wait
