@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xllm_npu.config.section import Section
-from xllm_npu.config.values import CaseFolded, TokenCount
+from xllm_npu.config.values import CaseFolded, Metavar, TokenCount
 
-SchedulingPolicy = Annotated[Literal["prefill_first", "decode_first", "unified"], CaseFolded]
+SchedulingPolicy = Annotated[str, CaseFolded, Metavar("NAME")]  # open: a plugin may bring its own
 PriorityStrategy = Annotated[Literal["fcfs", "priority", "deadline", "sjf", "density", "urgency"], CaseFolded]
 
 
@@ -17,7 +17,8 @@ class SchedulerSettings(Section):
     """Scheduler"""
 
     scheduling_policy: SchedulingPolicy = Field(
-        default="decode_first", description="which stage gets the step's budget first; unified: one list by urgency"
+        default="decode_first", min_length=1, description="which stage gets the step's budget first: decode_first, prefill_first, "
+        "unified (one list by urgency), or a plugin's policy"
     )
     priority_strategy: PriorityStrategy = Field(default="fcfs", description="order of waiting requests")
     max_tokens_per_batch: TokenCount = Field(

@@ -14,7 +14,9 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker
 from xllm_npu.execution.worker_loader import load_worker
+from xllm_npu.master.plugins import load_plugins
 from xllm_npu.scheduling.options import SchedulerOptions
+from xllm_npu.scheduling.policy import get_policy
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.messages import (
     AbortRequest,
@@ -54,6 +56,8 @@ class EngineLoop:
     @classmethod
     def create(cls, settings: Settings, progress: Callable[[EngineProgress], None] | None = None) -> EngineLoop:
         """Load the model and be ready to step. Raises what the loading raises."""
+        load_plugins()
+        get_policy(settings.scheduler.scheduling_policy)  # refused now, not after minutes of loading
         loaded = load_worker(settings, progress or (lambda _: None))
         overlap = settings.scheduler.enable_schedule_overlap
         client = InProcessWorker(loaded.worker) if overlap else DirectWorker(loaded.worker)

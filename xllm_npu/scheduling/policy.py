@@ -6,6 +6,7 @@ runs out. A policy never touches blocks or rows. To add one: a class here or els
 
 from __future__ import annotations
 
+import difflib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ from xllm_npu.state.request import Sequence
 if TYPE_CHECKING:
     from xllm_npu.scheduling.running_set import RunningSet
     from xllm_npu.scheduling.step_plan import StepPlan
+
+
+class UnknownPolicyError(ValueError):
+    """The message lists the policies there are."""
 
 
 class Kind(enum.Enum):
@@ -122,5 +127,8 @@ def register_policy(policy: type[Policy]) -> None:
 
 def get_policy(name: str) -> Policy:
     if name not in POLICIES:
-        raise ValueError(f"unknown scheduling policy {name!r}; known: {', '.join(POLICIES)}")
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UnknownPolicyError(
+            f"There is no scheduling policy {name}.{hint} Set --scheduling_policy to one of {', '.join(POLICIES)}.")
     return POLICIES[name]()
