@@ -28,7 +28,6 @@ def make_input(rows: int, new: int, context: int):  # type: ignore[no-untyped-de
     """`rows` sequences with `new` tokens each, the last of which is token number `context`."""
     import numpy as np
     import torch
-
     from xllm_models.forward_input import AttentionMetadata, ForwardInput
 
     width = -(-context // BLOCK_SIZE)
@@ -62,7 +61,6 @@ def median_ms(run: Callable[[], object], seconds: float) -> float:
 def measure(model_dir: str, dtype_name: str, compiled: bool, seconds: float) -> dict[str, float]:
     """{case: milliseconds}"""
     import torch
-
     from xllm_models.backends import get_attention
     from xllm_models.config import ModelConfig
     from xllm_models.registry import build_model
@@ -106,8 +104,9 @@ def main() -> None:
     import torch
 
     results = {d: measure(args.model, d, args.compile, args.seconds) for d in args.dtypes.split(",")}
-    print(f"{Path(args.model).name}: torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.device_name()}, "
-          f"{'compiled' if args.compile else 'eager'} decode; median milliseconds")
+    mode = "compiled" if args.compile else "eager"
+    print(f"{Path(args.model).name}: torch {torch.__version__}, {torch.get_num_threads()} threads, "
+          f"{platform.device_name()}, {mode} decode; median milliseconds")
     for dtype, cases in results.items():
         for case, ms in cases.items():
             print(f"{dtype:10} {case:20} {ms:9.2f}")

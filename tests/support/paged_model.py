@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from xllm_models.backends import get_attention
 from xllm_models.config import ModelConfig
 from xllm_models.forward_input import AttentionMetadata, ForwardInput
@@ -55,7 +54,8 @@ class BlockTables:
 
 class PagedModel:
     def __init__(
-        self, directory: str | Path, *, dtype: torch.dtype = torch.float32, kernels: str = "cpu", attention: str = "numba",
+        self, directory: str | Path, *, dtype: torch.dtype = torch.float32, kernels: str = "cpu",
+        attention: str = "numba",
         block_size: int = 16, num_blocks: int = 64, parallel: ParallelState | None = None,
     ) -> None:
         self.model = build_model(ModelConfig.from_path(directory), dtype=dtype, kernels=kernels, parallel=parallel)

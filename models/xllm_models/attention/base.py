@@ -58,7 +58,9 @@ class AttentionBackend(ABC):
         """Once a step, before the first layer."""
 
     @abstractmethod
-    def forward(self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """query [T, H, E], key and value [T, K, E] -> [T, H*E]. Writes K and V, then attends (causal)."""
 
     @abstractmethod

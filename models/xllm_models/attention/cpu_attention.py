@@ -126,8 +126,8 @@ class CpuAttention(AttentionBackend):
             hidden = (of > at) | (of <= at - layer.sliding_window)
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
             part = query[begin:end].transpose(0, 1).unsqueeze(0)
-            result, _ = _flash(part, _repeat(keys, groups), _repeat(values, groups), 0.0, False, attn_mask=mask[None, None],
-                               scale=layer.scale)
+            result, _ = _flash(part, _repeat(keys, groups), _repeat(values, groups), 0.0, False,
+                               attn_mask=mask[None, None], scale=layer.scale)
             out[begin:end] = result[0].transpose(0, 1)
 
     def _gather(self, layer: int, row: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,19 @@ import numpy as np
 from numba import cfunc, njit
 
 from xllm_models.ops.cpu_numeric import (
-    BFLOAT16, FAST, FLOAT16, arguments_of, double_of, exp32, f32, i16, i32, i64, load, store, u16,
+    BFLOAT16,
+    FAST,
+    FLOAT16,
+    arguments_of,
+    double_of,
+    exp32,
+    f32,
+    i16,
+    i32,
+    i64,
+    load,
+    store,
+    u16,
 )
 from xllm_models.ops.cpu_team import team_barrier, team_rank, team_share, team_size
 
@@ -231,8 +243,9 @@ def _step(key, value, query, out, keys, values, a):
         team_barrier()
         parts = f32(a[19], (2 * np.int64(team_size()), groups, a[10] + 2))
         part_rows = i64(a[20], 2 * np.int64(team_size()))
-        _decode(query, a[3], keys, values, i32(a[13], (rows, width)), i32(a[15], rows), out, np.float32(double_of(a[16])),
-                a[17], a[21], parts, part_rows)
+        scale = np.float32(double_of(a[16]))
+        _decode(query, a[3], keys, values, i32(a[13], (rows, width)), i32(a[15], rows), out, scale, a[17],
+                a[21], parts, part_rows)
 
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)

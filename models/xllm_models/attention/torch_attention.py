@@ -39,9 +39,7 @@ class TorchAttention(AttentionBackend):
         metadata = self._metadata
         assert metadata is not None, "prepare comes before forward"
         keys, values = self.key_caches[layer.layer], self.value_caches[layer.layer]
-        slots = metadata.slot_mapping
-        keys.view(-1, *keys.shape[2:])[slots] = key.to(keys.dtype)
-        values.view(-1, *values.shape[2:])[slots] = value.to(values.dtype)
+        self.write(layer.layer, key, value)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts, lengths = metadata.query_start_host.tolist(), metadata.seq_lens_host.tolist()
         for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths)):
@@ -49,6 +47,12 @@ class TorchAttention(AttentionBackend):
             row_keys, row_values = (cache[blocks].flatten(0, 1)[:length] for cache in (keys, values))
             out[begin:end] = attend(query[begin:end], row_keys, row_values, layer).to(query.dtype)
         return out.flatten(1)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value [T, K, E] to the step's slots."""
+        assert self._metadata is not None
+        for caches, new in ((self.key_caches, key), (self.value_caches, value)):
+            caches[layer].view(-1, *new.shape[1:])[self._metadata.slot_mapping] = new.to(self.spec.dtype)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         for source, target in pairs.tolist():

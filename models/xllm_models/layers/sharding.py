@@ -32,8 +32,8 @@ class Shard:
             works = [n for n in range(1, config.num_heads + 1) if divides(config, n)]
             raise ShardingError(
                 f"tensor_parallel_size={size} cannot cut {config.architecture} with {config.num_heads} attention "
-                f"heads, {config.num_kv_heads} key/value heads, intermediate size {config.intermediate_size} and vocabulary "
-                f"{config.vocab_size}; sizes that work: {', '.join(map(str, works))}."
+                f"heads, {config.num_kv_heads} key/value heads, intermediate size {config.intermediate_size} and "
+                f"vocabulary {config.vocab_size}; sizes that work: {', '.join(map(str, works))}."
             )
         kv_count = min(size, config.num_kv_heads)
         return cls(group, config.num_heads // size, max(1, config.num_kv_heads // size), group.rank * kv_count // size,

@@ -142,9 +142,10 @@ def float_to_half(value):
     return types.int16(types.uint16(sign | ((rounded - types.uint32(112 << 23)) >> types.uint32(13))))
 
 
-@njit(error_model="numpy", fastmath=False)  # said aloud, or a caller's setting is inherited and simplifies the rounding trick away
+@njit(error_model="numpy", fastmath=False)
 def exp32(x):
     """exp(x) in float32 to about 2 units in the last place; 0 below -87, saturates above 88. Vectorises."""
+    # fastmath=False is said aloud: a caller's setting is inherited otherwise, and simplifies the rounding trick away.
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = x * np.float32(1.4426950408889634) + np.float32(12582912.0)  # 1.5 * 2**23: rounds to an integer
     whole = n - np.float32(12582912.0)

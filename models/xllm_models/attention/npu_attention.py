@@ -1,0 +1,55 @@
+"""Attention on Ascend NPUs: CANN's fused inference attention over the paged cache, one call for every kind of row.
+
+Caches are [blocks, block_size, K, E]; the operator sees them as [blocks, block_size, K * E]. Queries go in TND layout
+with cumulative query lengths and each row's key length; sparse_mode 3 is causal, 4 a band (sliding window). Its mask
+is a constant 2048 x 2048 upper triangle, whatever the lengths. Import-safe; calling needs torch_npu.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from xllm_models.attention.base import LayerAttention
+from xllm_models.attention.torch_attention import TorchAttention
+from xllm_models.forward_input import AttentionMetadata
+
+_MASK_SIZE = 2048  # what the operator expects for sparse modes 3 and 4
+_CAUSAL, _BAND = 3, 4
+_NO_LIMIT = 2147483647
+
+
+class NpuAttention(TorchAttention):
+    _mask: torch.Tensor | None = None
+    _slots: torch.Tensor | None = None
+    _query_ends: list[int]
+    _key_lengths: list[int]
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
+        self._slots = metadata.slot_mapping.to(torch.int32)  # what the write operator takes
+        self._query_ends = metadata.query_start_host[1:].tolist()
+        self._key_lengths = metadata.seq_lens_host.tolist()
+        if self._mask is None:
+            square = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8, device=self.spec.device)
+            self._mask = torch.triu(square, diagonal=1)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        torch.ops.npu.npu_scatter_pa_kv_cache(key.contiguous(), value.contiguous(), self.key_caches[layer],
+                                              self.value_caches[layer], self._slots, cache_mode="Norm")
+
+    def forward(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        metadata, spec = self._metadata, self.spec
+        assert metadata is not None, "prepare comes before forward"
+        self.write(layer.layer, key, value)
+        windowed = layer.sliding_window > 0
+        out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+            query.contiguous(), self.key_caches[layer.layer].flatten(2), self.value_caches[layer.layer].flatten(2),
+            atten_mask=self._mask, actual_seq_lengths=self._query_ends, actual_seq_lengths_kv=self._key_lengths,
+            block_table=metadata.block_table, num_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+            scale=layer.scale, input_layout="TND", block_size=spec.block_size,
+            sparse_mode=_BAND if windowed else _CAUSAL,
+            pre_tokens=layer.sliding_window - 1 if windowed else _NO_LIMIT,  # keys before the query's own
+            next_tokens=0 if windowed else _NO_LIMIT)
+        return out.flatten(1)

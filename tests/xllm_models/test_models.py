@@ -1,0 +1,152 @@
+"""Whole networks against transformers: prefill, chunks and decode through a shuffled paged cache, in float32."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from xllm_models.config import ModelConfig
+from xllm_models.registry import UnsupportedModelError, build_model, get_model_class, register_model
+
+from tests.support.paged_model import PagedModel
+
+VOCAB = 160
+TOLERANCE = 3e-4  # of logits of about 10; float32 sums in another order
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+CASES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied-biased": (LlamaForCausalLM, LlamaConfig, {
+        "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-linear": (LlamaForCausalLM, LlamaConfig, {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "llama-dynamic": (LlamaForCausalLM, LlamaConfig, {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}}),
+    "llama-llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "llama-yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2-windowed": (Qwen2ForCausalLM, Qwen2Config, {
+        "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "mistral-windowed": (MistralForCausalLM, MistralConfig, {"sliding_window": 12}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """(directory, transformers' model)"""
+    model_class, config_class, changes = CASES[request.param]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SMALL | changes)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    return directory, model
+
+
+def tokens(count, seed):
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def expected_logits(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def close(ours, expected):
+    assert ours.dtype == torch.float32
+    assert expected.std() > 0.5  # not degenerate
+    torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_whole_prefill(case):
+    directory, model = case
+    paged, prompts = PagedModel(directory), [tokens(37, 1), tokens(5, 2)]
+    for ours, ids in zip(paged.logits(list(enumerate(prompts))), prompts):
+        close(ours, expected_logits(model, ids))
+
+
+def test_chunks_and_decode_in_mixed_batches(case):
+    directory, model = case
+    paged, first, second = PagedModel(directory, block_size=8), tokens(50, 3), tokens(47, 4)
+    ours = {0: [paged.logits([(0, first[:20])])[0]], 1: []}
+    ours[0] += paged.logits([(0, first[20:43])])
+    for step in range(7):
+        chunk = second[6 * step : 6 * step + 6]
+        for row, logits in enumerate(paged.logits([(0, [first[43 + step]]), (1, chunk)])):
+            ours[row].append(logits)
+    for token in second[42:]:
+        ours[1] += paged.logits([(1, [token])])
+    close(torch.cat(ours[0]), expected_logits(model, first))
+    close(torch.cat(ours[1]), expected_logits(model, second))
+
+
+def test_reference_operators_and_attention_agree(case):
+    directory, model = case
+    paged, ids = PagedModel(directory, kernels="torch", attention="torch"), tokens(30, 5)
+    ours = torch.cat([paged.logits([(0, ids[:20])])[0], paged.logits([(0, ids[20:])])[0]])
+    close(ours, expected_logits(model, ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(case, dtype):
+    directory, model = case
+    paged, ids = PagedModel(directory, dtype=dtype), tokens(30, 6)
+    assert paged.backend.spec.dtype == dtype
+    ours = torch.cat([paged.logits([(0, ids[:20])])[0], *(paged.logits([(0, [t])])[0] for t in ids[20:])])
+    error = (ours - expected_logits(model, ids)).abs().mean() / expected_logits(model, ids).std()
+    assert error < (0.15 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_dynamic_rope_beyond_the_trained_length(tmp_path):
+    """A prompt within the length, then generation past it: transformers' own numbers (see layers.rotary)."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**SMALL | {"max_position_embeddings": 16}, rope_parameters=rope)).eval()
+    model.save_pretrained(tmp_path)
+    paged, ids = PagedModel(tmp_path), tokens(10, 7)
+    generated = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None,
+                               pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+    new = generated.sequences[0, 10:].tolist()
+    ours = [paged.logits([(0, ids)])[0][-1:]] + [paged.logits([(0, [t])])[0] for t in new[:-1]]
+    close(torch.cat(ours), torch.cat(generated.logits))
+
+
+def test_weights_can_be_loaded_again(case):
+    from xllm_models.weights.loader import load_weights
+    from xllm_models.weights.source import open_source
+
+    directory, model = case
+    paged, ids = PagedModel(directory), tokens(9, 8)
+    paged.model.allocate_weights()
+    load_weights(paged.model, open_source(directory))
+    close(paged.logits([(0, ids)])[0], expected_logits(model, ids))
+
+
+def test_unknown_architectures_and_activations_are_refused(case):
+    with pytest.raises(UnsupportedModelError, match=r"GPT9.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        get_model_class("GPT9ForCausalLM")
+    hf = LlamaConfig(**SMALL, hidden_act="relu", architectures=["LlamaForCausalLM"])
+    config = ModelConfig.from_dict(hf.to_dict())
+    with pytest.raises(UnsupportedModelError, match=r"relu.*silu"):
+        build_model(config, dtype=torch.float32)
+    register_model("ToyForCausalLM", "xllm_models.llama:LlamaForCausalLM")
+    assert get_model_class("ToyForCausalLM") is get_model_class("LlamaForCausalLM")
