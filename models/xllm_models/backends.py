@@ -45,7 +45,7 @@ def get_ops(name: str) -> ModuleType:
 
 def get_attention(name: str) -> type[AttentionBackend]:
     module, _, attribute = _find(_ATTENTION, name, "attention backend").partition(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _find(registry: dict[str, str], name: str, kind: str) -> str:

@@ -99,18 +99,18 @@ class LlamaForCausalLM(nn.Module):
         hidden, residual, cos_sin = self.embedding(input.token_ids), None, self.rotary.cos_sin
         for layer in layers:
             hidden, residual = layer(hidden, residual, input.positions, cos_sin)
-        return self.norm(hidden, residual)[0]  # type: ignore[no-any-return]
+        return self.norm(hidden, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> [S, vocab] float32."""
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
     def compile_decode(self) -> Callable[[ForwardInput], torch.Tensor]:
         """`forward` with the layers compiled: one trace for all depths, and one for the first (no residual)."""
         step = torch.compile(DecoderLayer.forward, fullgraph=True)
 
-        def layer_of(layer: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-            return lambda *args: step(layer, *args)  # type: ignore[no-any-return]
+        def layer_of(layer: DecoderLayer) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+            return lambda *args: step(layer, *args)  # type: ignore[arg-type]
 
-        layers = [layer_of(layer) for layer in self.layers]
+        layers = [layer_of(layer) for layer in self.layers]  # type: ignore[arg-type]
         return lambda input: self._run(layers, input)

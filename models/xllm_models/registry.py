@@ -40,7 +40,7 @@ def get_model_class(name: str) -> type[LlamaForCausalLM]:
     if name not in _MODELS:
         raise UnsupportedModelError(f"Architecture {name} is not supported. Those are: {', '.join(sorted(_MODELS))}.")
     module, _, attribute = _MODELS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def build_model(

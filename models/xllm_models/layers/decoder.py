@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         """(norm(x + residual), x + residual), [T, hidden] both; the first norm of a model has no residual yet."""
         if residual is None:
             return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -31,7 +31,6 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.ops = in_features, out_features, ops
-        self._empty = {"dtype": dtype, "device": device}
         self.weight = empty_parameter((out_features, in_features), dtype, device)
         self.bias = empty_parameter((out_features,), dtype, device) if bias else None
         self.packed: torch.Tensor | None = None
@@ -48,7 +47,7 @@ class ParallelLinear(nn.Module):
     def allocate(self) -> None:
         """A plain weight to load into, after `finalize` has dropped it."""
         self.packed = None
-        self.weight.data = torch.empty(self.out_features, self.in_features, **self._empty)  # type: ignore[call-overload]
+        self.weight.data = self.weight.data.new_empty(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() and self.packed is not None:
@@ -60,8 +59,8 @@ class ParallelLinear(nn.Module):
     def apply_weight(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.adds_bias else None
         if self.packed is not None:
-            return self.ops.linear_packed(x, self.packed, bias)  # type: ignore[no-any-return]
-        return self.ops.linear(x, self.weight, bias)  # type: ignore[no-any-return]
+            return self.ops.linear_packed(x, self.packed, bias)
+        return self.ops.linear(x, self.weight, bias)
 
 
 class FusedColumnLinear(ParallelLinear):
@@ -79,10 +78,9 @@ class FusedColumnLinear(ParallelLinear):
         found, begin = {}, 0
         for name, rows, index, count in self.parts:
             dest = (slice(begin, begin + rows // count),)
-            shard = {"shard_dim": 0, "shard_index": index, "shard_count": count}
-            found[f"{prefix}{name}.weight"] = Placement(self.weight, (rows, self.in_features), dest, **shard)
+            found[f"{prefix}{name}.weight"] = Placement(self.weight, (rows, self.in_features), dest, 0, index, count)
             if self.bias is not None:
-                found[f"{prefix}{name}.bias"] = Placement(self.bias, (rows,), dest, **shard)
+                found[f"{prefix}{name}.bias"] = Placement(self.bias, (rows,), dest, 0, index, count)
             begin = dest[0].stop
         return found
 

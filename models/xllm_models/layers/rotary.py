@@ -30,7 +30,9 @@ class RotaryTable:
         if num_positions <= self.cos_sin.shape[0]:
             return
         count = max(num_positions, self.cos_sin.shape[0] + _GROW)
-        self.cos_sin = cos_sin_table(self.rope, self.rotary_dim, count).to(self.cos_sin.device)
+        table = cos_sin_table(self.rope, self.rotary_dim, count).to(self.cos_sin.device)
+        table[: self.cos_sin.shape[0]] = self.cos_sin  # bit for bit what cached keys were rotated with
+        self.cos_sin = table
 
 
 def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int) -> torch.Tensor:
@@ -39,8 +41,8 @@ def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int) -> torc
     if rope.type == "dynamic":
         limit = rope.original_max_position_embeddings
         angles = positions[:limit, None] * _inverse_frequencies(rope.theta, rotary_dim)
-        beyond = [p * _dynamic_frequencies(rope, rotary_dim, p + 1) for p in range(limit, num_positions)]
-        angles = torch.cat((angles, torch.stack(beyond))) if beyond else angles
+        beyond = positions[limit:, None]
+        angles = torch.cat((angles, beyond * _dynamic_frequencies(rope, rotary_dim, beyond + 1)))
     else:
         angles = positions[:, None] * _FREQUENCIES[rope.type](rope, rotary_dim)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.cos_sin_scale
@@ -51,10 +53,10 @@ def _inverse_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def _dynamic_frequencies(rope: RopeConfig, dim: int, seq_len: int) -> torch.Tensor:
-    stretch = rope.factor * seq_len / rope.original_max_position_embeddings - (rope.factor - 1)
-    # A float32 base, as transformers has it: there the sequence length is a tensor.
-    base = rope.theta * torch.tensor(stretch, dtype=torch.float32) ** (dim / (dim - 2))
+def _dynamic_frequencies(rope: RopeConfig, dim: int, seq_lens: torch.Tensor) -> torch.Tensor:
+    """seq_lens [P, 1] float32 -> [P, dim/2]. The base is float32, as in transformers, where the length is a tensor."""
+    stretch = rope.factor * seq_lens / rope.original_max_position_embeddings - (rope.factor - 1)
+    base = rope.theta * stretch ** (dim / (dim - 2))
     return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 

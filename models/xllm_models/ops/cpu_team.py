@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import llvmlite.binding as llvm
 import torch
@@ -31,8 +31,8 @@ def _openmp() -> ctypes.CDLL | None:
     return library if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier") else None
 
 
-def _address(function: Callable[..., object]) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 _library = _openmp()
@@ -52,7 +52,7 @@ team_barrier = types.ExternalFunction("xllm_team_barrier", types.void())  # ever
 
 
 @njit(inline="always")
-def team_share(total):  # type: ignore[no-untyped-def]
+def team_share(total):
     """This thread's part of range(total): (begin, end); parts differ by one at most."""
     rank, size = types.int64(team_rank()), types.int64(team_size())
     return total * rank // size, total * (rank + 1) // size
