@@ -22,7 +22,7 @@ class EagerRunner:
     def run(self, model_input: ForwardInput) -> torch.Tensor:
         """[T, hidden]"""
         self._attention.prepare(model_input.attention)
-        return self._model(model_input)  # type: ignore[no-any-return]
+        return self._model(model_input)
 
 
 class Executor:

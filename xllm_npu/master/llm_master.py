@@ -108,7 +108,7 @@ class LLMMaster:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
-        return await self._in_pool(self.tokenizer.encode, text, add_special_tokens)  # type: ignore[no-any-return]
+        return await self._in_pool(self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **template_kwargs: Any
@@ -122,10 +122,10 @@ class LLMMaster:
             text = self._template.render(messages, **template_kwargs)
             return self.tokenizer.encode(text, add_special_tokens)
 
-        return await self._in_pool(work)  # type: ignore[no-any-return]
+        return await self._in_pool(work)
 
     async def decode(self, token_ids: list[int]) -> str:
-        return await self._in_pool(self.tokenizer.decode, token_ids, False)  # type: ignore[no-any-return]
+        return await self._in_pool(self.tokenizer.decode, token_ids, False)
 
     async def _in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
