@@ -108,8 +108,8 @@ def test_without_the_registry_lines_they_are_refused(tmp_path):
         (["--platform", "toy"], "npu"),
         (["--scheduling_policy", "one_at_a_time"], "decode_first, unified"),
     ):
-        done = subprocess.run([sys.executable, "-m", "xllm_npu.cli", "generate", str(directory), "--prompt", "x", *flags],
-                              capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-m", "xllm_npu.cli", "generate", str(directory), "--prompt", "x", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode != 0
         assert names in done.stderr
         assert "Traceback" not in done.stderr

@@ -28,7 +28,8 @@ def load_plugins() -> tuple[str, ...]:
         try:
             point.load()()
         except Exception as error:
-            raise PluginError(f"The plugin {point.name} ({point.value}) failed: {error}. Repair or uninstall it.") from error
+            message = f"The plugin {point.name} ({point.value}) failed: {error}. Repair or uninstall it."
+            raise PluginError(message) from error
         log.info("plugin %s", point.name)
         names.append(point.name)
     return tuple(names)
