@@ -59,7 +59,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     default_block_size: int = 128
     default_graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    default_prefill_chunk: int = 0  # tokens; 0: no limit but the batch's
+    default_tokens_per_batch: int = 0  # tokens of one step where the user set none; 0: the setting's own default
     default_cache_bytes: int = 0  # KV cache limit where the user set none; 0: what max_memory_utilization leaves
     attention_backends: tuple[str, ...] = ("torch",)  # the first is the default
     kernels: str = "torch"  # which operator set xllm_models.backends binds: torch | cpu | npu | cuda

@@ -22,7 +22,7 @@ class SchedulerSettings(Section):
     )
     priority_strategy: PriorityStrategy = Field(default="fcfs", description="order of waiting requests")
     max_tokens_per_batch: TokenCount = Field(
-        default=10240, ge=1, le=2**24, description="tokens in one step, prefill and decode together"
+        default=10240, ge=1, le=2**24, description="tokens in one step, prefill and decode together (cpu: 1024 unless set)"
     )
     max_seqs_per_batch: int = Field(default=1024, ge=1, le=65536, description="sequences in one step")
     enable_chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")

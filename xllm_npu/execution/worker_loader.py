@@ -80,7 +80,7 @@ def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
         progress(EngineProgress("Loading weights", done, total, "bytes"))
 
     report = load_weights(model, open_source(resolved.path), on_weights)
-    shape = _shape(settings, config)
+    shape = _shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
     backend = _attention_backend(settings, platform)
     blocks, shape = _capacity(settings, platform, backend, spec, config, shape)
@@ -149,12 +149,14 @@ def _dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch
     return getattr(torch, name)
 
 
-def _shape(settings: Settings, config: ModelConfig) -> _Shape:
+def _shape(settings: Settings, config: ModelConfig, platform: Platform) -> _Shape:
     s, asked, longest = settings.scheduler, settings.model.max_model_len, config.max_context_length
     if asked is not None and asked > longest:
         raise LoadError(f"max_model_len is {asked} and the model's positions end at {longest}: lower max_model_len.")
     length = asked or longest
     max_tokens = s.max_tokens_per_batch
+    if s.enable_chunked_prefill and "max_tokens_per_batch" not in s.model_fields_set:
+        max_tokens = platform.capabilities.default_tokens_per_batch or max_tokens
     if not s.enable_chunked_prefill and max_tokens < length:
         if asked is not None:
             raise LoadError(f"Without chunked prefill a prompt must fit into one step: raise max_tokens_per_batch "

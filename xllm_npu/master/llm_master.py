@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,8 @@ class LLMMaster:
         if self.settings.model.generation_config == "auto":
             self.default_sampling = ready.default_sampling
         self.metrics.set_model(ready.model_name, {"block_size": ready.block_size, "num_kv_blocks": ready.num_kv_blocks})
+        gc.collect()
+        gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
         if self.status is EngineStatus.LOADING:
             self.status = EngineStatus.READY
