@@ -110,7 +110,7 @@ class LlamaForCausalLM(nn.Module):
         step = torch.compile(DecoderLayer.forward, fullgraph=True)
 
         def layer_of(layer: DecoderLayer) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-            return lambda *args: step(layer, *args)  # type: ignore[arg-type]
+            return lambda *args: step(layer, *args)
 
         layers = [layer_of(layer) for layer in self.layers]  # type: ignore[arg-type]
         return lambda input: self._run(layers, input)

@@ -135,12 +135,18 @@ _numbers = itertools.count()
 _layers: WeakValueDictionary[int, Attention] = WeakValueDictionary()
 
 
-@torch.library.custom_op("xllm_models::attention", mutates_args=())
+_library = torch.library.Library("xllm_models", "FRAGMENT")
+_library.define("attention(Tensor qkv, Tensor handle, SymInt width) -> Tensor")
+
+
 def _attention(qkv: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:
     """Writes the layer's cache, which no traced code reads. A number in a tensor stands for the layer."""
     return _layers[int(handle)].attend(qkv)
 
 
-@_attention.register_fake
-def _(qkv: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:
+def _attention_shape(qkv: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:
     return qkv.new_empty(qkv.shape[0], width)
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("xllm_models::attention", _attention_shape, lib=_library)

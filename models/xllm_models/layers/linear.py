@@ -115,11 +115,18 @@ _numbers = itertools.count()
 _layers: WeakValueDictionary[int, ParallelLinear] = WeakValueDictionary()
 
 
-@torch.library.custom_op("xllm_models::linear", mutates_args=())
+# Defined through Library and not custom_op, whose wrappers cost more than a small product.
+_library = torch.library.Library("xllm_models", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor handle, SymInt out_features) -> Tensor")
+
+
 def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
     return _layers[int(handle)].apply_weight(x)
 
 
-@_linear.register_fake
-def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+def _linear_shape(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], out_features)
+
+
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("xllm_models::linear", _linear_shape, lib=_library)
