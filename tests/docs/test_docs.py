@@ -1,0 +1,104 @@
+"""What the documents say exists: files, links, commands, flags, code names."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, Block, blocks, examples
+from xllm_npu.cli import VERBS
+from xllm_npu.config.load import load
+from xllm_npu.config.names import canonical, is_boolean
+
+DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md")
+ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
+# Flags in prose that are pip's, the command line's own, or placeholders.
+OTHER_FLAGS = {"--extra-index-url", "--json", "--help", "--flag"}
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_paths_exist(name: str) -> None:
+    paths = re.findall(r"`((?:%s)/[\w./-]*)`" % "|".join(map(re.escape, ROOMS)), _text(name))
+    links = [target for target in re.findall(r"\]\(([^)#]+)\)", _text(name)) if "://" not in target]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
+    assert missing == []
+
+
+def test_one_request_passes_through_many_files() -> None:
+    assert len(set(re.findall(r"`[\w/]+\.py`", _text("docs/architecture.md")))) > 25
+
+
+def test_python_names_exist() -> None:
+    """Identifiers in backticks: those with an underscore or a capital are ours."""
+    code = "\n".join(path.read_text("utf-8") for root in ("xllm_npu", "platform", "models")
+                     for path in (ROOT / root).rglob("*.py"))  # fmt: skip
+    names = set(re.findall(r"`(_?[A-Za-z_]+)(?:\(.*?\))?`", _text("CONTRIBUTING.md")))
+    ours = {name for name in names if "_" in name or name[0].isupper()}
+    assert ours, "the guide names what to write"
+    assert {name for name in ours if not re.search(rf"\b{name}\b", code)} == set()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_flags_exist(name: str) -> None:
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", _text(name))) - OTHER_FLAGS
+    unknown = [f for f in flags if _unknown(canonical(f.lstrip("-")))]
+    assert unknown == []
+
+
+def _unknown(name: str) -> bool:
+    options = {key: info for verb in VERBS.values() for key, info in verb.options.model_fields.items()}
+    return is_boolean(name, options) is None and not is_boolean(name.removeprefix("no_"), options)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for verb, words in _commands(name):
+        assert verb in VERBS, verb
+        load(["--json-output" if word == "--json" else word for word in words], {}, options=VERBS[verb].options)
+
+
+def _commands(name: str) -> list[tuple[str, list[str]]]:
+    """Every `xllm-npu VERB ...` in a code block or in backticks."""
+    text = "\n".join([b.text for b in blocks(name)] + re.findall(r"`([^`\n]+)`", _text(name)))
+    found = re.findall(r"(?:^|[ /])xllm-npu ([a-z]+)\b([^\n|]*)", text, re.MULTILINE)
+    return [(verb, [w for w in shlex.split(rest, comments=True) if w not in ("...", "--help")]) for verb, rest in found]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(name: str) -> None:
+    targets = re.findall(r"^([a-z-]+):", _text("Makefile"), re.MULTILINE)
+    used = re.findall(r"(?:^ *|`)make ([a-z-]+)", _text(name), re.MULTILINE)
+    assert used
+    assert set(used) <= set(targets)
+
+
+@pytest.mark.parametrize(("run", "output"), examples("docs/configuration.md"))
+def test_configuration_examples(run: Block, output: Block | None) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLLM_NPU_")}
+    environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / r) for r in (".", "platform", "models"))
+    text = f'xllm-npu() {{ "{sys.executable}" -m xllm_npu.cli "$@"; }}\n{run.text}'
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=ROOT, env=environment, capture_output=True,
+                          text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if output is not None:
+        assert done.stdout == output.text
+
+
+def test_nothing_points_into_one_machine() -> None:
+    for name in DOCUMENTS:
+        assert not re.search(r"/(?:home|root|tmp|work)/", _text(name)), name
+
+
+def test_documents_are_all_listed() -> None:
+    found = {str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *Path(ROOT / "docs").rglob("*.md")]}
+    assert found == set(DOCUMENTS)
