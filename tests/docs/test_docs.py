@@ -26,7 +26,8 @@ def _text(name: str) -> str:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_exist(name: str) -> None:
-    paths = re.findall(r"`((?:%s)/[\w./-]*)`" % "|".join(map(re.escape, ROOMS)), _text(name))
+    rooms = "|".join(map(re.escape, ROOMS))
+    paths = re.findall(rf"`((?:{rooms})/[\w./-]*)`", _text(name))
     links = [target for target in re.findall(r"\]\(([^)#]+)\)", _text(name)) if "://" not in target]
     missing = [path for path in paths if not (ROOT / path).exists()]
     missing += [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]

@@ -37,9 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.model
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("run", "output"), examples("README.md"), ids=[f"{b.language}-{i}" for i, (b, _) in enumerate(examples("README.md"))]
-)
+@pytest.mark.parametrize(("run", "output"), examples("README.md"), ids=["curl", "openai", "offline"])
 def test_example_prints_what_is_shown(run: Block, output: Block, server: ServerProcess, tmp_path: Path) -> None:
     printed = execute(run, server.url, tmp_path)
     if output.language == "json":
