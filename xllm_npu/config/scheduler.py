@@ -17,12 +17,17 @@ class SchedulerSettings(Section):
     """Scheduler"""
 
     scheduling_policy: SchedulingPolicy = Field(
-        default="decode_first", min_length=1, description="which stage gets the step's budget first: decode_first, prefill_first, "
-        "unified (one list by urgency), or a plugin's policy"
+        default="decode_first",
+        min_length=1,
+        description="which stage gets the step's budget first: decode_first, prefill_first, unified (one list by "
+        "urgency), or a plugin's policy",
     )
     priority_strategy: PriorityStrategy = Field(default="fcfs", description="order of waiting requests")
     max_tokens_per_batch: TokenCount = Field(
-        default=10240, ge=1, le=2**24, description="tokens in one step, prefill and decode together (cpu: 1024 unless set)"
+        default=10240,
+        ge=1,
+        le=2**24,
+        description="tokens in one step, prefill and decode together (cpu: 1024 unless set)",
     )
     max_seqs_per_batch: int = Field(default=1024, ge=1, le=65536, description="sequences in one step")
     enable_chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")
