@@ -7,6 +7,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 # For the program: make serve ARGS="--port 9000"
 ARGS ?=
+# `make test` pulls the default model first, unless it is in the user's cache.
 # For pytest: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
 
@@ -25,9 +26,11 @@ serve: install  ## install, get the default model if needed, and serve it (ARGS:
 	$(BIN)/xllm-npu serve $(ARGS)
 
 test: install-dev  ## all tests that need nothing but this machine, in minutes
+	$(BIN)/xllm-npu pull smollm2
 	$(BIN)/python -m pytest -m "not slow and not npu_lab and not cuda" $(PYTEST_ARGS)
 
 test-full: install-dev  ## the slow tests too
+	$(BIN)/xllm-npu pull smollm2
 	$(BIN)/python -m pytest -m "not npu_lab and not cuda" $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, mypy, import rules
