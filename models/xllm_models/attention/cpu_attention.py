@@ -1,14 +1,12 @@
-"""Attention on the CPU: decode reads the paged cache in place, prefill uses torch's flash kernel.
+"""Attention on the CPU: decode reads the paged cache in place, prefill multiplies matrices in slices of queries.
 
-One team of threads writes the step's keys and values and then decodes all one-token rows (cpu_kernels). A prefill row
-attends its own chunk causally, straight from the projections, and its cached prefix without a mask; the two results
-are joined by their log-sum-exp. Rows under a sliding window go in slices of queries, each with the keys it can see.
+One team of threads writes the step's keys and values and then decodes all one-token rows (cpu_kernels). A prefill row's
+keys and values are gathered from the cache; two products and a fused masked softmax a slice are two to three times
+faster than torch's flash kernel, which on a CPU without matrix tiles multiplies small blocks.
 A float16 cache is for models that compute in float32 (registry.build_model).
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -19,8 +17,7 @@ from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_WINDOW_SLICE = 256  # queries whose keys are gathered together under a window
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_QUERY_SLICE = 128  # queries whose scores exist at once
 
 
 class CpuAttention(AttentionBackend):
@@ -74,11 +71,7 @@ class CpuAttention(AttentionBackend):
             starts, lengths = metadata.query_start_host.tolist(), metadata.seq_lens_host.tolist()
             for row in range(metadata.num_decodes, len(lengths)):
                 tokens = slice(starts[row], starts[row + 1])
-                parts = query[tokens], key[tokens], value[tokens]
-                if layer.sliding_window and lengths[row] > layer.sliding_window:
-                    self._windowed(layer, row, lengths[row], parts[0], out[tokens])
-                else:
-                    self._prefill(layer, row, lengths[row], parts, out[tokens])
+                self._prefill(layer, row, lengths[row], query[tokens], out[tokens])
         return out.flatten(1)
 
     def _write_and_decode(
@@ -95,46 +88,42 @@ class CpuAttention(AttentionBackend):
             float_bits(layer.scale), layer.sliding_window, spec.num_heads, self._parts.data_ptr(),
             self._part_rows.data_ptr(), self._tile, query.data_ptr(), out.data_ptr(), _ENCODINGS[spec.dtype])
 
-    def _prefill(
-        self, layer: LayerAttention, row: int, length: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
-        """The chunk's own keys causally, the prefix before it without a mask."""
-        query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in parts)  # [1, H or K, n, E]
-        n, groups = query.shape[2], query.shape[1] // key.shape[1]
-        if self.spec.dtype == torch.float16:  # as the cache will give them back
-            key, value = key.half().float(), value.half().float()
-        causal = n > 1
-        own, own_lse = _flash(query, _repeat(key, groups), _repeat(value, groups), 0.0, causal, scale=layer.scale)
-        if length > n:
-            keys, values = self._gather(layer.layer, row, 0, length - n)
-            old, old_lse = _flash(query, _repeat(keys, groups), _repeat(values, groups), 0.0, False, scale=layer.scale)
-            share = torch.sigmoid(old_lse - own_lse).unsqueeze(-1)  # [1, H, n, 1] float32: the prefix's weight
-            own = own.float() + (old.float() - own.float()) * share
-        out.copy_(own[0].transpose(0, 1))
+    def _prefill(self, layer: LayerAttention, row: int, length: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """query and out [n, H, E]: slices of queries against all the keys they see, cached ones and their own alike.
 
-    def _windowed(self, layer: LayerAttention, row: int, length: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Slices of queries, each with the keys from its first query's window to its last query."""
-        n, groups = query.shape[0], query.shape[1] // self.spec.num_kv_heads
+        The heads of a group are rows of one product with their common keys. As in other bfloat16 implementations the
+        scores are rounded to bfloat16; the softmax is float32.
+        """
+        spec, (n, heads, size) = self.spec, query.shape
+        kv_heads, groups = spec.num_kv_heads, heads // spec.num_kv_heads
         start = length - n  # position of the first query
-        for begin in range(0, n, _WINDOW_SLICE):
-            end = min(begin + _WINDOW_SLICE, n)
-            first = max(0, start + begin - layer.sliding_window + 1)
-            keys, values = self._gather(layer.layer, row, first, start + end)
-            at = torch.arange(start + begin, start + end)[:, None]
-            of = torch.arange(first, start + end)[None, :]
-            hidden = (of > at) | (of <= at - layer.sliding_window)
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-            part = query[begin:end].transpose(0, 1).unsqueeze(0)
-            result, _ = _flash(part, _repeat(keys, groups), _repeat(values, groups), 0.0, False,
-                               attn_mask=mask[None, None], scale=layer.scale)
-            out[begin:end] = result[0].transpose(0, 1)
+        first = max(0, start - layer.sliding_window + 1) if layer.sliding_window else 0
+        keys, values = self._gather(layer.layer, row, first, length)
+        grouped = query.view(n, kv_heads, groups, size).permute(1, 0, 2, 3).contiguous()  # [K, n, G, E]
+        for begin in range(0, n, _QUERY_SLICE):
+            end = min(begin + _QUERY_SLICE, n)
+            low = max(0, start + begin - layer.sliding_window + 1 - first) if layer.sliding_window else 0
+            high = start + end - first
+            part = grouped[:, begin:end].reshape(kv_heads, -1, size)
+            scores = torch.bmm(part, keys[:, :, low:high])  # [K, queries * G, keys]
+            self._soften(scores, groups, end - begin, start + begin - first - low, layer)
+            attended = torch.bmm(scores, values[:, low:high]).view(kv_heads, end - begin, groups, size)
+            out[begin:end].view(end - begin, kv_heads, groups, size).copy_(attended.permute(1, 0, 2, 3))
+
+    def _soften(self, scores: torch.Tensor, groups: int, queries: int, before: int, layer: LayerAttention) -> None:
+        """Masked softmax in place; `before`: keys before the first query's own."""
+        keys = scores.shape[2]
+        scratch = torch.empty(self._threads, keys)
+        run(cpu_kernels.soften_chunk.address, self._threads, _ENCODINGS[scores.dtype], scores.data_ptr(),
+            scores.shape[0] * scores.shape[1], keys, scratch.data_ptr(), self._threads, groups, queries, before,
+            layer.sliding_window, float_bits(layer.scale))
 
     def _gather(self, layer: int, row: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions first..length-1 of a row, [1, K, length - first, E], in the compute dtype."""
+        """Positions first..length-1 of a row, in the compute dtype: keys [K, E, length - first], values transposed."""
         spec, cache = self.spec, self.key_caches[layer]
         dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
-        keys, values = torch.empty(2, 1, spec.num_kv_heads, length - first, spec.head_dim, dtype=dtype)
+        keys = torch.empty(spec.num_kv_heads, spec.head_dim, length - first, dtype=dtype)
+        values = torch.empty(spec.num_kv_heads, length - first, spec.head_dim, dtype=dtype)
         blocks = self._table[row]
         run(cpu_kernels.gather.address, self._threads, _ENCODINGS[spec.dtype], cache.data_ptr(),
             self.value_caches[layer].data_ptr(), cache.shape[0], spec.num_kv_heads, spec.head_dim, spec.block_size,
@@ -145,11 +134,6 @@ class CpuAttention(AttentionBackend):
         for source, target in pairs.tolist():
             for cache in (*self.key_caches, *self.value_caches):
                 cache[target] = cache[source]
-
-
-def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
-    """[1, K, n, E] -> [1, K * groups, n, E]; a view where the kernel can take one."""
-    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
 def _same_strides(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:

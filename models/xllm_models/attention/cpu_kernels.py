@@ -218,7 +218,7 @@ def _merge(parts, part_rows, out, num_kv_heads, sums, scratch):
 
 @njit(error_model="numpy", fastmath=FAST)
 def _gather(keys, values, blocks, length, first, key_out, value_out):
-    """Positions first..length-1 of one row -> key_out, value_out [K, length - first, E]"""
+    """Positions first..length-1 of one row -> key_out [K, E, length - first], value_out [K, length - first, E]"""
     num_kv_heads, size, block_size = keys.shape[1], keys.shape[2], keys.shape[3]
     units = ((length + block_size - 1) // block_size - first // block_size) * num_kv_heads
     begin, end = team_share(units)
@@ -226,12 +226,49 @@ def _gather(keys, values, blocks, length, first, key_out, value_out):
         head, j = unit % num_kv_heads, first // block_size + unit // num_kv_heads
         key_block, value_block = keys[blocks[j], head], values[blocks[j], head]
         position = j * block_size
-        for i in range(max(first - position, 0), min(length - position, block_size)):
-            key_row, value_row = key_out[head, position + i - first], value_out[head, position + i - first]
+        low, high = max(first - position, 0), min(length - position, block_size)
+        at, n = position + low - first, high - low
+        for e in range(size):
+            source, target = key_block[e, low:high], key_out[head, e, at : at + n]
+            for i in range(n):
+                store(target, i, load(source, i))
+        for i in range(n):
+            source, target = value_block[low + i], value_out[head, at + i]
             for e in range(size):
-                store(key_row, e, load(key_block[e], i))
-            for e in range(size):
-                store(value_row, e, load(value_block[i], e))
+                store(target, e, load(source, e))
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _soften_chunk(scores, scratch, groups, queries, before, window, scale):
+    """Rows of scores [K * queries * groups, keys] become probabilities in place.
+
+    Query i of a head sees the first before + i + 1 keys, of which the last `window` if that is not 0.
+    """
+    begin, end = team_share(scores.shape[0])
+    wide = scratch[team_rank()]
+    for row in range(begin, end):
+        high = min(before + (row // groups) % queries + 1, scores.shape[1])
+        low = max(high - window, 0) if window > 0 else 0
+        seen, n = scores[row, low:high], high - low
+        peak = _LOWEST
+        for j in range(n):
+            wide[j] = load(seen, j) * scale
+        for j in range(n):
+            peak = max(peak, wide[j])
+        total = np.float32(0)
+        for j in range(n):
+            wide[j] = exp32(wide[j] - peak)
+        for j in range(n):
+            total += wide[j]
+        inverse = np.float32(1) / total
+        for j in range(n):
+            store(seen, j, wide[j] * inverse)
+        hidden = scores[row, :low]
+        for j in range(hidden.size):
+            store(hidden, j, np.float32(0))
+        hidden = scores[row, high:]
+        for j in range(hidden.size):
+            store(hidden, j, np.float32(0))
 
 
 @njit(error_model="numpy", fastmath=FAST)
@@ -277,13 +314,28 @@ def gather(data):
     """
     a = arguments_of(data)
     key_shape, value_shape = (a[3], a[4], a[5], a[6]), (a[3], a[4], a[6], a[5])
-    blocks, out_shape = i32(a[7], a[8]), (a[4], a[9] - a[10], a[5])
+    blocks, count = i32(a[7], a[8]), a[9] - a[10]
+    key_out, value_out = (a[4], a[5], count), (a[4], count, a[5])
     if a[0] == BFLOAT16:
-        _gather(u16(a[1], key_shape), u16(a[2], value_shape), blocks, a[9], a[10], u16(a[11], out_shape),
-                u16(a[12], out_shape))
+        _gather(u16(a[1], key_shape), u16(a[2], value_shape), blocks, a[9], a[10], u16(a[11], key_out),
+                u16(a[12], value_out))
     elif a[0] == FLOAT16:
-        _gather(i16(a[1], key_shape), i16(a[2], value_shape), blocks, a[9], a[10], f32(a[11], out_shape),
-                f32(a[12], out_shape))
+        _gather(i16(a[1], key_shape), i16(a[2], value_shape), blocks, a[9], a[10], f32(a[11], key_out),
+                f32(a[12], value_out))
     else:
-        _gather(f32(a[1], key_shape), f32(a[2], value_shape), blocks, a[9], a[10], f32(a[11], out_shape),
-                f32(a[12], out_shape))
+        _gather(f32(a[1], key_shape), f32(a[2], value_shape), blocks, a[9], a[10], f32(a[11], key_out),
+                f32(a[12], value_out))
+
+
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
+def soften_chunk(data):
+    """0 encoding of the scores, 1 scores, 2 rows, 3 keys, 4 scratch [threads, keys] float32, 5 threads, 6 H / K,
+
+    7 queries, 8 keys before the first query, 9 window, 10 scale
+    """
+    a = arguments_of(data)
+    scratch, scale = f32(a[4], (a[5], a[3])), np.float32(double_of(a[10]))
+    if a[0] == BFLOAT16:
+        _soften_chunk(u16(a[1], (a[2], a[3])), scratch, a[6], a[7], a[8], a[9], scale)
+    else:
+        _soften_chunk(f32(a[1], (a[2], a[3])), scratch, a[6], a[7], a[8], a[9], scale)
