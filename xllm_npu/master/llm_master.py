@@ -90,8 +90,10 @@ class LLMMaster:
         The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
         Without `stream` there is one output, at the end.
         """
-        if self._dispatcher is None or self.status is EngineStatus.DEAD:
+        if self._dispatcher is None:
             raise EngineDeadError(self.failure or "The engine is not ready.")
+        if self.status is EngineStatus.DEAD or not self._client.alive:  # its last words may be yet to come
+            raise EngineDeadError(self.failure or "The engine process has ended.")
         message = self._factory.make(request)
         request_id = message.request_id
         timing = self._timings[request_id] = RequestTiming(message, self.metrics)
