@@ -19,10 +19,13 @@ from typing import Self, TypeVar
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
-DEADLINE = 90.0  # for what should take a second or two; the machine may be busy
+DEADLINE = 30.0  # for what should take a second or two; the machine may be busy
+START_DEADLINE = 200.0  # a machine's first start compiles kernels
 POLL = 0.02
 FAST = ("--num-threads", "1", "--max-cache-size", "16MiB", "--block-size", "16", "--max-seqs-per-batch", "64")
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 T = TypeVar("T")
 
 
@@ -135,7 +138,7 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         with self._connected() as client:
-            poll(lambda: self._health(client) == 200, f"/health; stderr: {self.stderr}")
+            poll(lambda: self._health(client) == 200, "/health to say 200", START_DEADLINE)
         self.tree()
 
     @contextlib.contextmanager
@@ -152,21 +155,23 @@ class ServerProcess:
         return 0
 
     def metrics(self) -> dict[str, float]:
-        """Samples without the labels' values summed, under their names without the prefix."""
+        """Samples by name without prefix; with a label beside the model's name: `name:value`."""
         with self.client() as client:
             text = client.get("/metrics").text
-        samples: dict[str, float] = {}
-        for line in text.splitlines():
-            if line.startswith("xllm_npu:"):
-                name, _, value = line.removeprefix("xllm_npu:").rpartition(" ")
-                name = name.partition("{")[0]
-                samples[name] = samples.get(name, 0.0) + float(value)
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
+                samples[":".join([sample.name.removeprefix("xllm_npu:"), *labels])] = sample.value
         return samples
 
     def wait_idle(self) -> None:
         """Until the engine has no request and no used KV block."""
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        poll(lambda: not any(self.metrics()[name] for name in names), "an idle engine")
+        poll(lambda: not any(self.metrics()[name] for name in GAUGES), "an idle engine")
+
+    def wait_running(self, count: int) -> None:
+        """Until so many sequences are in the running batch."""
+        poll(lambda: self.metrics()[GAUGES[0]] == count, f"{count} running requests")
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
@@ -190,6 +195,8 @@ class ServerProcess:
         """Children end with their parent, if not before it: they get a moment."""
         poll(lambda: not self.survivors(), f"the end of {self.survivors()}", deadline)
         assert self.socket_directories() == []
+        for alarm in ("Traceback", "please report this", "unexpected failure", "resource_tracker"):
+            assert alarm not in self.stderr, self.stderr
 
     def survivors(self) -> list[psutil.Process]:
         alive = []

@@ -71,7 +71,7 @@ def make_tiny_model(
 
 def _prefer_printable(weight: torch.Tensor, backend: Tokenizer) -> None:
     """Give every other token the logit 0, which the likeliest of some ninety random ones is always above."""
-    printable = [i for t, i in backend.get_vocab().items() if len(t) == 1 and "!" <= t <= "~" or t == "Ġ"]
+    printable = [i for t, i in backend.get_vocab().items() if (len(t) == 1 and "!" <= t <= "~") or t == "Ġ"]
     keep = torch.zeros(weight.shape[0], 1)  # [vocab, 1]
     keep[printable] = 1
     with torch.no_grad():
