@@ -7,7 +7,7 @@ from xllm_models.backends import UnknownBackendError, get_attention, get_ops, re
 
 from tests.support.paged_model import BlockTables
 
-# float16 is the cache's, and both round alike. In bfloat16 prefill scores are rounded too: 2**-9 of a score of 16 is 3 %.
+# float16 is the cache's, both round alike. In bfloat16 prefill scores are rounded too: 2**-9 of a score of 16 is 3 %.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-2, torch.float16: 3e-6}
 NUM_BLOCKS = 96
 
