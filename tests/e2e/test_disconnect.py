@@ -72,7 +72,7 @@ async def test_while_waiting_for_a_place(server):
     """The cache holds one of them: the other waits, and goes without ever having run."""
     async with server.async_client() as client:
         with aborts(server, 2):
-            prompts = [letter * 18000 for letter in "ab"]  # nothing in common
+            prompts = [letter * 22000 for letter in "ab"]  # nothing in common
             posts = [asyncio.create_task(client.post("/v1/completions", json={**ENDLESS, "prompt": prompt,
                                                                               "max_tokens": 10000}))
                      for prompt in prompts]

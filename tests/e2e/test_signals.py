@@ -15,7 +15,7 @@ from tests.support.server import ServerProcess, poll
 pytestmark = pytest.mark.multiprocess
 
 COMPLETIONS = "/v1/completions"
-LONG = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True}
+LONG = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 30000}
 FLAGS = {"loading": (), "drain": (), "timeout": ("--shutdown-timeout", "1"), "interrupt": ()}
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 DEADLINE = 30.0  # for what should take a second or two; the machine may be busy
 START_DEADLINE = 200.0  # a machine's first start compiles kernels
 POLL = 0.02
-FAST = ("--num-threads", "1", "--max-cache-size", "16MiB", "--block-size", "16", "--max-seqs-per-batch", "64")
+FAST = ("--num-threads", "1", "--max-cache-size", "20MiB", "--block-size", "16", "--max-seqs-per-batch", "64")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 T = TypeVar("T")
 
