@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from xllm_npu.execution.step_message import StepInput
@@ -29,19 +30,33 @@ class WorkerClient(Protocol):
 
 
 class InProcessWorker:
-    """A thread that executes steps in the order they were sent."""
+    """A thread that makes a worker and then executes steps in the order they were sent.
 
-    def __init__(self, worker: StepExecutor) -> None:
-        self._worker = worker
+    The worker is made on the thread that will run it: OpenMP keeps a team of threads for every thread that has ever
+    computed, and on the CPU two teams cost a third of the speed of one.
+    """
+
+    def __init__(self, make: Callable[[], StepExecutor]) -> None:
+        """Returns when the worker is made; raises what `make` raised."""
         self._steps: queue.SimpleQueue[StepInput | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="worker", daemon=True)
         self._thread.start()
+        failure = made.get()
+        if failure is not None:
+            raise failure
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], StepExecutor], made: queue.SimpleQueue[BaseException | None]) -> None:
+        try:
+            worker = make()
+        except BaseException as error:  # raised again where the worker was asked for
+            made.put(error)
+            return
+        made.put(None)
         while (step := self._steps.get()) is not None:
             try:
-                self._results.put(self._worker.execute(step))
+                self._results.put(worker.execute(step))
             except BaseException as error:  # handed to the engine thread, which decides
                 self._results.put(error)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
-from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker
+from xllm_npu.execution.worker import Worker
+from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_loader import load_worker
 from xllm_npu.master.plugins import load_plugins
 from xllm_npu.scheduling.options import SchedulerOptions
@@ -58,11 +59,18 @@ class EngineLoop:
         """Load the model and be ready to step. Raises what the loading raises."""
         load_plugins()
         get_policy(settings.scheduler.scheduling_policy)  # refused now, not after minutes of loading
-        loaded = load_worker(settings, progress or (lambda _: None))
         overlap = settings.scheduler.enable_schedule_overlap
-        client = InProcessWorker(loaded.worker) if overlap else DirectWorker(loaded.worker)
-        scheduler = Scheduler(scheduler_options(settings, loaded.ready))
-        return cls(scheduler, Engine([client], loaded.ready.block_size), loaded.ready, overlap=overlap)
+        made: list[EngineReady] = []
+
+        def make() -> Worker:
+            loaded = load_worker(settings, progress or (lambda _: None))
+            made.append(loaded.ready)
+            return loaded.worker
+
+        client: WorkerClient = InProcessWorker(make) if overlap else DirectWorker(make())
+        ready = made[0]
+        scheduler = Scheduler(scheduler_options(settings, ready))
+        return cls(scheduler, Engine([client], ready.block_size), ready, overlap=overlap)
 
     @property
     def tokenizer_dir(self) -> Path:
