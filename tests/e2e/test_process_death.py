@@ -32,10 +32,10 @@ def kill(pid: int) -> None:
     psutil.Process(pid).send_signal(signal.SIGKILL)
 
 
-def last_words(server: ServerProcess, engine_pid: int) -> None:
+def last_words(server: ServerProcess, engine_pid: int, what: str) -> None:
     """It exits with a failure and one sentence that names the process and its end."""
     assert server.wait() == 1
-    sentence = f"The engine stopped: The engine process (pid {engine_pid}) was ended by SIGKILL."
+    sentence = f"{what}: The engine process (pid {engine_pid}) was ended by SIGKILL."
     assert server.stderr.splitlines()[-1] == f"xllm-npu: {sentence}"
     assert server.stderr.count("SIGKILL") == 1
     server.assert_nothing_left()
@@ -46,7 +46,7 @@ def test_engine_dies_while_loading(doomed):
     engine = server.engine_pid
     assert server.running
     kill(engine)
-    last_words(server, engine)
+    last_words(server, engine, "Cannot start")
 
 
 def test_engine_dies_with_requests_in_flight(doomed):
@@ -72,7 +72,7 @@ def test_engine_dies_with_requests_in_flight(doomed):
         assert re.search(rf"engine process \(pid {engine}\) was ended by SIGKILL", error["message"])
         assert error["type"] == "server_error"
     assert "data: [DONE]" not in frames
-    last_words(server, engine)
+    last_words(server, engine, "The engine stopped")
 
 
 def orphaned(server: ServerProcess) -> None:

@@ -169,7 +169,7 @@ async def test_death_while_loading(started):
     server.signal(signal.SIGUSR2)
     code, out, err = await server.end()
     assert (code, out) == (1, ["shutdown 0"])
-    assert "The engine stopped: the engine process was killed by signal 9." in err
+    assert "xllm-npu: Cannot start: the engine process was killed by signal 9." in err
 
 
 async def test_signal_while_loading(started):

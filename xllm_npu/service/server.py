@@ -126,7 +126,8 @@ class ServerLife:
         return self._engine_failure()
 
     def _engine_failure(self) -> str:
-        return f"The engine stopped: {self._master.failure or 'for no known reason'}"
+        what = "Cannot start" if self._master.info is None else "The engine stopped"
+        return f"{what}: {self._master.failure or 'for no known reason'}"
 
     async def _while_status(self, status: EngineStatus, http: asyncio.Task[None]) -> None:
         while self._master.status is status and not self._stop.is_set() and not http.done():
