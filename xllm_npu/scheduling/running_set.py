@@ -37,6 +37,8 @@ class RunningSet:
         self.long_stop_rows: set[int] = set()  # rows with more stop ids than the table has columns
         self.released: list[int] = []  # rows the workers must forget, for the next step
         self.num_running = 0
+        self.num_offline = 0  # of those, sequences of offline requests
+        self.any_in_flight = False  # a step has been scheduled and not processed; the scheduler keeps it
         self._prefilling: list[Sequence] = []  # in order
         self._leaving: deque[int] = deque()  # ended rows whose last step is in flight
         self._decode_rows: I32 = np.zeros(0, np.int32)
@@ -113,6 +115,7 @@ class RunningSet:
         sequence.row, sequence.state = row, SequenceState.RUNNING
         self.by_row[row] = sequence
         self.num_running += 1
+        self.num_offline += sequence.order[0]
         return row
 
     def start_decode(self, sequence: Sequence) -> None:
@@ -140,6 +143,7 @@ class RunningSet:
         self._decode_dirty = True
         self.maybe_shared.discard(row)
         self.num_running -= 1
+        self.num_offline -= sequence.order[0]
         if self.in_flight(row):
             self._leaving.append(row)
         else:

@@ -10,15 +10,17 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
+from xllm_npu.state.kv_cache.prefix_cache import PrefixCache
 from xllm_npu.state.request import Sequence, SequenceState
 
 
 class WaitingQueue:
-    def __init__(self, starve_seconds: float | None) -> None:
+    def __init__(self, starve_seconds: float | None, prefix: PrefixCache) -> None:
         self._heap: list[Sequence] = []
         self._oldest: deque[Sequence] = deque()  # by the time they were pushed; removed ones skipped lazily
         self._members: set[Sequence] = set()
         self._starve_seconds = starve_seconds
+        self._prefix = prefix
 
     def __len__(self) -> int:
         return len(self._members)
@@ -30,8 +32,12 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, sequence: Sequence) -> None:
-        assert sequence.state is SequenceState.WAITING
+        """The sequence waits from now on; its full blocks are hashed, so that admission can look them up."""
         assert sequence not in self._members
+        sequence.state = SequenceState.WAITING
+        if self._prefix.enabled:
+            count = len(sequence.tokens)
+            self._prefix.extend_chain(sequence.chain, sequence.request.root, sequence.tokens, count)
         self._members.add(sequence)
         heapq.heappush(self._heap, sequence)
         self._oldest.append(sequence)
