@@ -35,16 +35,20 @@ def num_kv_blocks(request: CacheRequest) -> int:
         budget = r.max_cache_bytes
         if budget > r.free_bytes:
             raise CacheTooSmall(
-                f"max_cache_size is {_mib(budget)} and only {_mib(r.free_bytes)} are free: lower max_cache_size.")
+                f"max_cache_size is {_size(budget)} and only {_size(r.free_bytes)} are free: lower max_cache_size.")
     else:
         budget = r.free_bytes - int((1 - r.utilization) * r.total_bytes) - r.workspace_bytes
         if r.soft_limit_bytes:
             budget = min(budget, r.soft_limit_bytes)
     blocks = min(budget // r.bytes_per_block, per_sequence * r.max_seqs + 1)
+    if blocks < 2 and r.max_cache_bytes:
+        raise CacheTooSmall(
+            f"max_cache_size is {_size(r.max_cache_bytes)} and a block takes {_size(r.bytes_per_block)}, of which there "
+            "must be at least two: raise max_cache_size, or lower block_size.")
     if blocks < 2:
         raise CacheTooSmall(
-            f"There is no room for a KV cache: {_mib(r.free_bytes)} of {_mib(r.total_bytes)} are free, and a block "
-            f"takes {_mib(r.bytes_per_block)}. Raise max_memory_utilization or max_cache_size, or lower "
+            f"There is no room for a KV cache: {_size(r.free_bytes)} of {_size(r.total_bytes)} are free, and a block "
+            f"takes {_size(r.bytes_per_block)}. Raise max_memory_utilization or max_cache_size, or lower "
             "max_tokens_per_batch."
         )
     return int(blocks)
@@ -55,5 +59,9 @@ def longest_sequence(num_blocks: int, block_size: int) -> int:
     return (num_blocks - 1) * block_size
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024 or unit == "MiB":
+            break
+        count //= 1024
+    return f"{count:,} {unit}"
