@@ -8,8 +8,8 @@ MIB = 2**20
 
 
 def request(**changes):
-    values = {"bytes_per_block": MIB, "block_size": 16, "max_model_len": 16384, "max_seqs": 64, "free_bytes": 1000 * MIB,
-              "total_bytes": 1000 * MIB, "workspace_bytes": 100 * MIB, "utilization": 0.8}
+    values = {"bytes_per_block": MIB, "block_size": 16, "max_model_len": 16384, "max_seqs": 64,
+              "free_bytes": 1000 * MIB, "total_bytes": 1000 * MIB, "workspace_bytes": 100 * MIB, "utilization": 0.8}
     return CacheRequest(**{**values, **changes})
 
 

@@ -43,8 +43,8 @@ def num_kv_blocks(request: CacheRequest) -> int:
     blocks = min(budget // r.bytes_per_block, per_sequence * r.max_seqs + 1)
     if blocks < 2 and r.max_cache_bytes:
         raise CacheTooSmall(
-            f"max_cache_size is {_size(r.max_cache_bytes)} and a block takes {_size(r.bytes_per_block)}, of which there "
-            "must be at least two: raise max_cache_size, or lower block_size.")
+            f"max_cache_size is {_size(r.max_cache_bytes)} and a block takes {_size(r.bytes_per_block)}, of which "
+            "there must be at least two: raise max_cache_size, or lower block_size.")
     if blocks < 2:
         raise CacheTooSmall(
             f"There is no room for a KV cache: {_size(r.free_bytes)} of {_size(r.total_bytes)} are free, and a block "
