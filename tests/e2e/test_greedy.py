@@ -135,7 +135,7 @@ def smollm2():
 def check_over_http(smollm2, tmp_path, combination, count):
     policy, prefix, chunked, overlap, graph, small = combination
     directory, cases = smollm2
-    flags = ["--dtype", "float32", "--max-model-len", "2048", "--num-threads", "2", "--scheduling-policy", policy,
+    flags = ["--dtype", "float32", "--max-model-len", "1600", "--num-threads", "2", "--scheduling-policy", policy,
              f"--enable-prefix-cache={prefix}", f"--enable-chunked-prefill={chunked}",
              f"--enable-schedule-overlap={overlap}", f"--enable-graph={graph}", *(CHUNKED if chunked else ()),
              *(SMALL if small else LARGE), *(("--graph-batch-sizes", "1,4,16") if graph else ())]

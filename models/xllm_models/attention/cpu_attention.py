@@ -8,6 +8,9 @@ A float16 cache is for models that compute in float32 (registry.build_model).
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from xllm_models.attention import cpu_kernels
@@ -41,8 +44,8 @@ class CpuAttention(AttentionBackend):
         spec = self.spec
         keys = (num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size)
         values = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        self.key_caches = [torch.zeros(keys, dtype=spec.dtype) for _ in range(spec.num_layers)]
-        self.value_caches = [torch.zeros(values, dtype=spec.dtype) for _ in range(spec.num_layers)]
+        self.key_caches = [_untouched_zeros(keys, spec.dtype) for _ in range(spec.num_layers)]
+        self.value_caches = [_untouched_zeros(values, spec.dtype) for _ in range(spec.num_layers)]
 
     def warmup(self) -> None:
         """Nothing: importing the kernels compiled them, or loaded them from numba's cache on disk."""
@@ -134,6 +137,11 @@ class CpuAttention(AttentionBackend):
         for source, target in pairs.tolist():
             for cache in (*self.key_caches, *self.value_caches):
                 cache[target] = cache[source]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages the system commits when they are first written; torch.zeros writes them all at once."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _same_strides(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
