@@ -10,8 +10,10 @@ lists are documented at each kernel and written by cpu_attention only.
 from __future__ import annotations
 
 import numpy as np
-from numba import cfunc, njit
+from numba import cfunc, njit, types
+from numba.extending import overload
 
+from xllm_models.attention.cpu_vector import scores_bfloat, scores_float, values_bfloat, values_float
 from xllm_models.ops.cpu_numeric import (
     BFLOAT16,
     FAST,
@@ -52,9 +54,54 @@ def _write_tokens(key, value, stride, slots, keys, values):
 # compiler knows, be negative, and Python's negative indices would cost the vectorisation.
 
 
+def _vector_scores(query, key_block, n, scores):
+    """scores[g, i] = query[g] . key_block[:, i] for the first positions; returns how many."""
+    raise TypeError("compiled code only")
+
+
+@overload(_vector_scores, inline="always")
+def _vector_scores_of(query, key_block, n, scores):
+    if key_block.dtype == types.int16:  # float16 takes the plain loops
+        return lambda query, key_block, n, scores: 0
+    run = scores_bfloat if key_block.dtype == types.uint16 else scores_float
+
+    def vectors(query, key_block, n, scores):
+        stride = key_block.strides[0] // key_block.itemsize
+        return run(query.shape[0], n, query.ctypes.data, query.shape[1], key_block.ctypes.data, stride, query.shape[1],
+                   scores.ctypes.data, scores.shape[1])
+
+    return vectors
+
+
+def _vector_values(scores, value_block, n, sums):
+    """sums[g, e] += sum over i of scores[g, i] * value_block[i, e] for the first dimensions; returns how many."""
+    raise TypeError("compiled code only")
+
+
+@overload(_vector_values, inline="always")
+def _vector_values_of(scores, value_block, n, sums):
+    if value_block.dtype == types.int16:
+        return lambda scores, value_block, n, sums: 0
+    run = values_bfloat if value_block.dtype == types.uint16 else values_float
+
+    def vectors(scores, value_block, n, sums):
+        stride = value_block.strides[0] // value_block.itemsize
+        return run(scores.shape[0], sums.shape[1], scores.ctypes.data, scores.shape[1], value_block.ctypes.data, stride,
+                   n, sums.ctypes.data, sums.shape[1])
+
+    return vectors
+
+
 @njit(error_model="numpy", fastmath=FAST, inline="always")
 def _scores(query, key_block, n, wide, scores):
     """scores[g, i] = query[g] . key_block[:, i]; `wide` [4, tile] is room for converted keys."""
+    done = _vector_scores(query, key_block, n, scores)
+    if done < n:
+        _plain_scores(query, key_block[:, done:], n - done, wide, scores[:, done:])
+
+
+@njit(error_model="numpy", fastmath=FAST, inline="always")
+def _plain_scores(query, key_block, n, wide, scores):
     groups, size = query.shape
     for g in range(groups):
         for i in range(n):
@@ -101,6 +148,13 @@ def _soften(scores, n, peak, total, sums):
 @njit(error_model="numpy", fastmath=FAST, inline="always")
 def _add_values(scores, value_block, n, wide, sums):
     """sums[g] += sum over i of scores[g, i] * value_block[i]; `wide` [4, E] is room for converted values."""
+    done = _vector_values(scores, value_block, n, sums)
+    if done < sums.shape[1]:
+        _plain_values(scores, value_block[:, done:], n, wide, sums[:, done:])
+
+
+@njit(error_model="numpy", fastmath=FAST, inline="always")
+def _plain_values(scores, value_block, n, wide, sums):
     groups, size = sums.shape
     for quad in range(n // 4):
         i = 4 * quad
