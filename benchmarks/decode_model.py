@@ -42,7 +42,7 @@ def make_input(rows: int, new: int, context: int):  # type: ignore[no-untyped-de
         num_decodes=decodes, num_prefills=rows - decodes, query_start=torch.from_numpy(starts),
         seq_lens=torch.from_numpy(lengths), block_table=torch.from_numpy(table), slot_mapping=torch.from_numpy(slots),
         query_start_host=starts, seq_lens_host=lengths, max_seq_len=context)
-    tokens = torch.from_numpy(np.random.default_rng(1).integers(5, 4000, rows * new))
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(5, 250, rows * new))
     return ForwardInput(tokens, torch.from_numpy(positions.astype(np.int64)), metadata)
 
 

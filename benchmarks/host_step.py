@@ -20,14 +20,17 @@ import time
 import msgspec
 import numpy as np
 import torch
+from xllm_models.hub import DEFAULT_MODEL, list_pulled
 
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.step_message import build_step_input
+from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.batch import StepResult
-from xllm_npu.state.messages import AddRequest
+from xllm_npu.state.messages import AddRequest, StepOutputs, sequence_key
 from xllm_npu.state.sampling_params import SamplingParams
+from xllm_npu.text.tokenizer import Tokenizer
 
 BLOCK, CONTEXT, PROMPT = 128, 2048, 192
 PEERS = "nano-vllm 145 / 250 / 470 us, mini-sglang 1,200 / 2,400 / 4,500, vLLM 0.32 2,700 / 4,800 / 9,600"
@@ -94,6 +97,30 @@ def measure(num_seqs: int, steps: int) -> dict[str, float]:
     return {"us": statistics.median(total) * 1e6, "p90": total[int(len(total) * 0.9)] * 1e6, **parts}
 
 
+def measure_text(num_seqs: int, steps: int) -> float | None:
+    """Microseconds of the HTTP process for one step's tokens: detokenize, watch for stop strings, hand to streams.
+
+    With the default model's tokenizer; None if that has not been pulled.
+    """
+    pulled = [model for model in list_pulled() if model.name == DEFAULT_MODEL]
+    if not pulled:
+        return None
+    dispatcher = OutputDispatcher(Tokenizer(pulled[0].path), lambda message: None)
+    params = SamplingParams(max_tokens=10**6, stop=("\n\n",))
+    for i in range(num_seqs):
+        prompt = np.arange(20, 40, dtype=np.int32).tobytes()
+        request = AddRequest(request_id=i, external_id=str(i), prompt=prompt, params=params, arrival_time=0.0)
+        dispatcher.open(request, lambda output: None, stream=True)
+    keys = np.array([sequence_key(i, 0) for i in range(num_seqs)], np.int64).tobytes()
+    rng, seconds = np.random.default_rng(0), []
+    for _ in range(steps):
+        tokens = rng.integers(300, 20000, num_seqs).astype(np.int32).tobytes()
+        began = time.perf_counter()
+        dispatcher.handle(StepOutputs(keys=keys, tokens=tokens))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[len(seconds) // 4 :]) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line: {size: microseconds}")
@@ -108,6 +135,12 @@ def main() -> None:
     print(f"{'sequences':>10}{'total':>8}{'p90':>8}" + "".join(f"{name:>10}" for name in PARTS))
     for size, row in found.items():
         print(f"{size:>10}{row['us']:>8.0f}{row['p90']:>8.0f}" + "".join(f"{row[name]:>10.0f}" for name in PARTS))
+    text = {size: measure_text(size, args.steps) for size in found}
+    if None in text.values():
+        print(f"HTTP process: not measured, it needs the tokenizer of {DEFAULT_MODEL} (xllm-npu pull)")
+    else:
+        print("HTTP process, detokenize and dispatch the same step: "
+              + ", ".join(f"{us:.0f} us at {size}" for size, us in text.items()))
     print(f"peers at 64 / 128 / 256, measured on two such cores: {PEERS}")
     if args.json:
         print(json.dumps({str(size): round(row["us"], 1) for size, row in found.items()}))
