@@ -40,6 +40,8 @@ from xllm_npu.state.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
+
 Progress = Callable[[EngineProgress], None]
 
 
@@ -74,7 +76,10 @@ def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
     device = platform.device()
     capabilities = platform.capabilities
     parallel = ParallelState.single()
+    progress(EngineProgress(KERNELS_STAGE, 0, 1))
+    backend = _attention_backend(settings, platform)
     model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
+    progress(EngineProgress(KERNELS_STAGE, 1, 1))
 
     def on_weights(done: int, total: int) -> None:
         progress(EngineProgress("Loading weights", done, total, "bytes"))
@@ -82,13 +87,12 @@ def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
     report = load_weights(model, open_source(resolved.path), on_weights)
     shape = _shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
-    backend = _attention_backend(settings, platform)
     blocks, shape = _capacity(settings, platform, backend, spec, config, shape)
     attention = backend(spec)
     attention.allocate_kv_caches(blocks)
     model.bind_attention(attention)
     model.reserve_positions(shape.max_model_len)
-    sizes = _graph_sizes(settings, platform, shape)
+    sizes = _graph_sizes(settings, platform, backend, shape)
     builder = InputBuilder(
         max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
         max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=device,
@@ -134,10 +138,14 @@ def _select_platform(settings: Settings) -> Platform:
 
 def _resolve(settings: Settings, progress: Progress) -> hub.ResolvedModel:
     m = settings.model
-    return hub.resolve_model(
-        m.model, use_modelscope=m.use_modelscope, revision=m.revision, cache_dir=m.download_dir,
-        progress=lambda stage, done, total: progress(EngineProgress(stage, done, total, "bytes")),
-    )
+
+    def on_pull(stage: str, done: int, total: int) -> None:
+        """Stages are named like "download bytes", unit last."""
+        name, _, unit = stage.rpartition(" ")
+        progress(EngineProgress(f"Getting the model: {name}", done, total, "bytes" if unit == "bytes" else ""))
+
+    return hub.resolve_model(m.model, use_modelscope=m.use_modelscope, revision=m.revision, cache_dir=m.download_dir,
+                             progress=on_pull)
 
 
 def _dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch.dtype:
@@ -205,12 +213,17 @@ def _workspace_bytes(config: ModelConfig, shape: _Shape) -> int:
     return shape.max_tokens * widest * 4 + shape.max_seqs * config.vocab_size * 4 * 3
 
 
-def _graph_sizes(settings: Settings, platform: Platform, shape: _Shape) -> list[int]:
+def _graph_sizes(
+    settings: Settings, platform: Platform, backend: type[AttentionBackend], shape: _Shape
+) -> list[int]:
     if not settings.execution.enable_graph:
         return []
     capabilities = platform.capabilities
     if capabilities.graph == "none":
         raise PlatformError(f"Platform {platform.name} has no graph mode: turn enable_graph off.")
+    if capabilities.graph == "capture" and not backend.capture_safe:
+        raise LoadError(f"The attention backend {backend.__name__} reads lengths on the host and cannot be captured "
+                        "in a graph: turn enable_graph off.")
     wanted = settings.execution.graph_batch_sizes or capabilities.default_graph_sizes
     limit = min(shape.max_seqs, settings.execution.max_tokens_for_graph_mode)
     return sorted({min(size, limit) for size in wanted})

@@ -60,6 +60,17 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True  # (text)
     detokenize: bool = True  # (text)
 
+    def __post_init__(self) -> None:
+        """Lists are taken where tuples are kept, and one stop string or bad word where several are."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                object.__setattr__(self, name, tuple(value))
+
     @property
     def num_sequences(self) -> int:
         """Sequences the engine generates for this request."""

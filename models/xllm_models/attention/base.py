@@ -40,6 +40,9 @@ class LayerAttention:
 
 class AttentionBackend(ABC):
     spec: AttentionSpec
+    # Whether `forward` reads everything that changes between steps from device memory, so that it may be captured in a
+    # graph. One that reads lengths on the host would replay with those of the capture.
+    capture_safe: bool = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
