@@ -20,6 +20,8 @@ _OPS = {
 _ATTENTION = {
     "torch": "xllm_models.attention.torch_attention:TorchAttention",
     "numba": "xllm_models.attention.cpu_attention:CpuAttention",
+    "npu": "xllm_models.attention.npu_attention:NpuAttention",
+    "cuda": "xllm_models.attention.cuda_attention:CudaAttention",
 }
 
 

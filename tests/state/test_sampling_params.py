@@ -14,7 +14,8 @@ from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
     ({"frequency_penalty": -2.1}, "frequency_penalty"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"seed": 2**63}, "seed"), ({"stop": ("",)}, "stop"), ({"stop": ("x",) * 17}, "stop"),
     ({"logprobs": 21}, "logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"logit_bias": {5: 101.0}}, "logit_bias"), ({"logit_bias": {100: 1.0}}, "logit_bias"), ({"allowed_token_ids": ()}, "allowed_token_ids"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias"), ({"logit_bias": {100: 1.0}}, "logit_bias"),
+    ({"allowed_token_ids": ()}, "allowed_token_ids"),
     ({"allowed_token_ids": (100,)}, "allowed_token_ids"), ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ({"bad_words": ("",)}, "bad_words"),
 ])

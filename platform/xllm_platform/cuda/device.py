@@ -64,7 +64,7 @@ class CudaPlatform(AcceleratorPlatform):
             dtypes=("bfloat16", "float16", "float32") if bfloat16 else ("float16", "float32"),
             default_block_size=128,
             default_graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            attention_backends=("torch",),
+            attention_backends=("cuda", "torch"),
             kernels="torch",
             notes=("operators are torch's own until GPU kernels are bound",),
         )

@@ -77,7 +77,7 @@ class NpuPlatform(AcceleratorPlatform):
             dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
             default_block_size=128,  # what the paged attention operators are tuned for
             default_graph_sizes=(1, 2, 4, 8, 16),
-            attention_backends=("torch",),
+            attention_backends=("torch", "npu"),
             kernels="torch",
             notes=("operators are torch's own until NPU kernels are bound",),
         )
