@@ -40,6 +40,7 @@ from xllm_npu.state.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+WARM_UP_TOKENS = 256
 KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
 
 Progress = Callable[[EngineProgress], None]
@@ -244,16 +245,17 @@ def _capture(
 def _warm_up(worker: Worker, attention: AttentionBackend, shape: _Shape, progress: Progress) -> None:
     """Run a prompt and a decode on the dummy block, so that no request pays for first-time compilation."""
     progress(EngineProgress("Warming up", 0, 1))
-    warm = getattr(attention, "warmup", None)
-    if warm is not None:
-        warm()
-    length = min(shape.max_tokens, shape.block_size, shape.max_model_len - 2, 64)
-    for admit, start, count in ((True, 0, max(length, 1)), (False, max(length, 1), 1)):
-        worker.execute(_warm_up_step(admit, start, count))
+    attention.warmup()
+    length = max(1, min(shape.max_tokens, shape.max_model_len - 2, WARM_UP_TOKENS))
+    width = length // shape.block_size + 1
+    for admit, start, count in ((True, 0, length), (False, length, 1)):
+        worker.execute(_warm_up_step(admit, start, count, width))
     progress(EngineProgress("Warming up", 1, 1))
 
 
-def _warm_up_step(admit: bool, start: int, count: int) -> StepInput:
+def _warm_up_step(admit: bool, start: int, count: int, width: int) -> StepInput:
+    """`count` tokens of one row whose blocks are all the dummy."""
+
     def i32(*values: int) -> bytes:
         return np.array(values, np.int32).tobytes()
 
@@ -261,6 +263,6 @@ def _warm_up_step(admit: bool, start: int, count: int) -> StepInput:
     admitted = [RowAdmission(row=0, sequence_index=0, params=params, stop_ids=[])] if admit else []
     return StepInput(
         step_id=-1, num_decodes=int(count == 1), rows=i32(0), start=i32(start), num_new=i32(count),
-        tokens=i32(*range(count)), block_table=i32(0, 0), table_width=2, sample_source=i32(0), sample_rows=i32(0),
-        sample_output=i32(0), admitted=admitted, released=[] if admit else [0],
+        tokens=i32(*[0] * count), block_table=i32(*[0] * width), table_width=width, sample_source=i32(0),
+        sample_rows=i32(0), sample_output=i32(0), admitted=admitted, released=[] if admit else [0],
     )

@@ -219,4 +219,5 @@ def _load_text(directory: Path, template: str | None) -> tuple[Tokenizer, ChatTe
     from xllm_npu.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(directory)
+    tokenizer.encode("The first call builds tables that no request should wait for.")
     return tokenizer, ChatTemplate.of(tokenizer, template)

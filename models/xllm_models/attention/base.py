@@ -56,6 +56,9 @@ class AttentionBackend(ABC):
     def allocate_kv_caches(self, num_blocks: int) -> None:
         """Allocate and bind; block 0 is the dummy that padded rows write to. Memory is zeroed."""
 
+    def warmup(self) -> None:  # noqa: B027  (most backends have nothing to do)
+        """Once after allocation: do what the first step would otherwise wait for."""
+
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Once a step, before the first layer."""

@@ -21,6 +21,7 @@ from xllm_models.ops.cpu_team import float_bits, run
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _QUERY_SLICE = 128  # queries whose scores exist at once
+_WARM_BLOCKS = 8  # blocks whose memory is committed at start
 
 
 class CpuAttention(AttentionBackend):
@@ -48,7 +49,9 @@ class CpuAttention(AttentionBackend):
         self.value_caches = [_untouched_zeros(values, spec.dtype) for _ in range(spec.num_layers)]
 
     def warmup(self) -> None:
-        """Nothing: importing the kernels compiled them, or loaded them from numba's cache on disk."""
+        """Commit the memory of the first blocks, which the first requests would otherwise wait for."""
+        for cache in (*self.key_caches, *self.value_caches):
+            cache[:_WARM_BLOCKS].zero_()
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
