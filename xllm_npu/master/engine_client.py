@@ -78,11 +78,15 @@ class EngineClient:
                 self._outgoing.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
-        while True:
-            message = self._decoder.decode(await self._incoming.recv())
-            if isinstance(message, EngineFailed):
-                self._failure = message
-            self._on_message(message)
+        try:
+            while True:
+                message = self._decoder.decode(await self._incoming.recv())
+                if isinstance(message, EngineFailed):
+                    self._failure = message
+                self._on_message(message)
+        except Exception as error:  # without it nobody would hear anything again, and nobody would know why
+            log.exception("the engine's messages cannot be handled")
+            self._on_exit(f"The engine's messages cannot be handled: {type(error).__name__}.")
 
     async def _watch(self) -> None:
         assert self._process is not None

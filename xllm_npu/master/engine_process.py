@@ -185,7 +185,7 @@ def main() -> int:
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
     except Exception as error:
-        log.debug("the engine failed", exc_info=True)
+        log.log(logging.DEBUG if speaks_for_itself(error) else logging.ERROR, "the engine failed", exc_info=True)
         channel.send(EngineFailed(describe(error), traceback.format_exc()))
         channel.close()
         return EXIT_FAILED
@@ -202,8 +202,12 @@ def freeze_start_up() -> None:
 def describe(error: Exception) -> str:
     """One sentence for people: our own errors speak for themselves, others are named."""
     text = " ".join(str(error).split()) or "no details"
-    ours = type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")
-    return text if ours else f"{type(error).__name__}: {text}"
+    return text if speaks_for_itself(error) else f"{type(error).__name__}: {text}"
+
+
+def speaks_for_itself(error: Exception) -> bool:
+    """One of our own errors, whose message tells the user what to do; others need their traceback in the log."""
+    return type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")
 
 
 if __name__ == "__main__":
