@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 
 WRONG_USAGE, FAILED = 2, 1
 USAGE = "xllm-npu: error: "
-PROGRESS = ("Loading weights", "Warming up")
+PROGRESS = ("Loading kernels", "Loading weights", "Warming up")
 
 
 @dataclass

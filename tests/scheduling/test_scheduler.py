@@ -225,3 +225,12 @@ def test_latency_budget_bounds_a_prefill_chunk():
     driver.scheduler.add(add_request(1, range(100), max_tokens=1))
     batch = driver.scheduler.schedule().batches[0]
     assert 8 <= batch.num_tokens <= 10
+
+
+def test_a_stop_token_beyond_the_tables_columns_wins_over_the_length_too():
+    token = expected_output(range(5), 1, 50_000)[0]
+    driver = Driver(vocab=50_000)
+    driver.scheduler.add(add_request(1, range(5), max_tokens=1, stop_token_ids=(*range(60_000, 60_009), token)))
+    driver.run()
+    end = driver.finished[sequence_key(1, 0)]
+    assert (end.reason, end.stop_token_id) == (FINISH_STOP, token)

@@ -72,7 +72,7 @@ def test_memory_info(plugin: Platform) -> None:
 
 
 def test_memory_info_follows_allocation(plugin: Platform) -> None:
-    size = 256 << 20
+    size = 1 << 30  # the kernel keeps some hundred MiB of freed pages on per-core lists, not counted as free
 
     def taken() -> int:
         before = plugin.memory_info().free
@@ -84,7 +84,7 @@ def test_memory_info_follows_allocation(plugin: Platform) -> None:
         return before - during
 
     # Other processes of the machine may be giving memory back at the same time, but they come to an end.
-    assert any(taken() > size // 2 for _ in range(30))
+    assert any(taken() > size // 2 for _ in range(10))
 
 
 def test_allocator_stats(plugin: Platform) -> None:

@@ -62,6 +62,8 @@ class OutputProcessor:
         total = position + 1
         table.num_tokens[rows] = total
         stopped = (tokens[:, None] == table.stop_ids[rows]).any(axis=1)
+        if self.running.long_stop_rows:
+            self._add_extra_stops(rows, tokens, stopped)
         ended = stopped | (total >= table.max_total[rows])
         keys = table.key[rows]
         if result.logprobs:
@@ -69,8 +71,6 @@ class OutputProcessor:
         if ended.any():
             for i in np.flatnonzero(ended).tolist():
                 self._finish_row(int(rows[i]), int(tokens[i]), bool(stopped[i]), outputs)
-        if self.running.long_stop_rows:
-            self._extra_stops(rows, tokens, outputs)
         self.stats.generation_tokens_total += rows.size
         outputs.keys = keys.tobytes()
         outputs.tokens = tokens.astype(np.int32, copy=False).tobytes()
@@ -101,14 +101,12 @@ class OutputProcessor:
         outputs.finished.append(Finished(sequence.key, reason, token if stopped else -1))
         self.finish(sequence)
 
-    def _extra_stops(self, rows: I32, tokens: I32, outputs: StepOutputs) -> None:
-        """Sequences with more stop ids than the table has columns."""
+    def _add_extra_stops(self, rows: I32, tokens: I32, stopped: npt.NDArray[np.bool_]) -> None:
+        """Sequences with more stop ids than the table has columns: mark those that one of the others ends."""
         for row in self.running.long_stop_rows.intersection(rows.tolist()):
-            sequence = self.running.by_row[row]
-            token = int(tokens[np.flatnonzero(rows == row)[0]])
-            if sequence is None or sequence.state is SequenceState.FINISHED or token not in sequence.extra_stop_ids:
-                continue
-            self._finish_row(row, token, True, outputs)
+            sequence, i = self.running.by_row[row], int(np.flatnonzero(rows == row)[0])
+            if sequence is not None and int(tokens[i]) in sequence.extra_stop_ids:
+                stopped[i] = True
 
     def _attach_logprobs(
         self, kept: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], logprobs: dict[int, Logprobs],
