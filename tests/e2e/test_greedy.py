@@ -111,7 +111,7 @@ def test_graph_mode(checkpoint, overlap):
 
 # The real model, over HTTP
 
-SMOL_TOKENS, LONGER = 24, 64  # sequences must grow for a small cache to run out
+SMOL_TOKENS = 24
 CHUNKED = ("--max-tokens-per-chunk-for-prefill", "256", "--max-tokens-per-batch", "1024")
 SMALL = ("--max-cache-size", "85MiB", "--prefill-scheduling-memory-usage-threshold", "1.0")
 LARGE = ("--max-cache-size", "1GiB")
@@ -121,27 +121,27 @@ FEW_COMBINATIONS = [("decode_first", True, True, True, False, True), ("unified",
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """(directory, cases of a count of prompts and of new tokens)"""
+    """(directory, cases of a count of prompts)"""
     directory = resolve_model("smollm2").path
 
     @cache
-    def cases(count, tokens):
+    def cases(count):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        return reference(model, make_prompts(AutoTokenizer.from_pretrained(directory), count), tokens)
+        return reference(model, make_prompts(AutoTokenizer.from_pretrained(directory), count), SMOL_TOKENS)
 
     return directory, cases
 
 
-def check_over_http(smollm2, tmp_path, combination, count, tokens):
+def check_over_http(smollm2, tmp_path, combination, count):
     policy, prefix, chunked, overlap, graph, small = combination
     directory, make_cases = smollm2
-    cases = make_cases(count, tokens)
+    cases = make_cases(count)
     flags = ["--dtype", "float32", "--max-model-len", "1600", "--num-threads", "2", "--scheduling-policy", policy,
              f"--enable-prefix-cache={prefix}", f"--enable-chunked-prefill={chunked}",
              f"--enable-schedule-overlap={overlap}", f"--enable-graph={graph}", *(CHUNKED if chunked else ()),
              *(SMALL if small else LARGE), *(("--graph-batch-sizes", "1,4,16") if graph else ())]
     with ServerProcess(directory, tmp_path, *flags) as server:
-        answers = ask_server(server.url, cases, tokens)
+        answers = ask_server(server.url, cases, SMOL_TOKENS)
         metrics = server.metrics()
     assert differences(cases, answers) == []
     assert metrics["kv_cache_usage_perc"] == 0
@@ -152,7 +152,7 @@ def check_over_http(smollm2, tmp_path, combination, count, tokens):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("combination", FEW_COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
 def test_smollm2_over_http(smollm2, tmp_path, combination):
-    check_over_http(smollm2, tmp_path, combination, count=12, tokens=SMOL_TOKENS)
+    check_over_http(smollm2, tmp_path, combination, count=12)
 
 
 @pytest.mark.slow
@@ -161,7 +161,6 @@ def test_smollm2_over_http(smollm2, tmp_path, combination):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
 def test_smollm2_over_http_in_every_combination(smollm2, tmp_path, combination):
-    small = combination[-1]
-    metrics = check_over_http(smollm2, tmp_path, combination, count=64, tokens=LONGER if small else SMOL_TOKENS)
-    if small:
+    metrics = check_over_http(smollm2, tmp_path, combination, count=64)
+    if combination[-1]:
         assert metrics["num_preemptions_total"] > 0

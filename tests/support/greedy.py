@@ -17,20 +17,20 @@ class Case:
 
 
 def make_prompts(tokenizer, count: int, longest: int = 1500, shortest: int = 20) -> list[list[int]]:
-    """`count` prompts of varied length; every third begins with one of two long shared prefixes."""
+    """`count` prompts of `shortest` to `longest` tokens, most of them short; every third begins with one of two long
+    shared prefixes.
+    """
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    rng = np.random.default_rng(7)
-    lengths = np.exp(rng.uniform(np.log(shortest), np.log(longest), count)).astype(int)
-    shared = [ids[:700], ids[5000:5390]]
+    rng = np.random.default_rng(11)
+    lengths = (shortest + (longest - shortest) * rng.uniform(size=count) ** 8).astype(int)
+    lengths[1], lengths[2] = longest, shortest
+    shared = [ids[:450], ids[5000:5330]]
     prompts = []
     for i, length in enumerate(lengths.tolist()):
         start = int(rng.integers(10_000, len(ids) - longest))
-        if i % 3 == 0:
-            prefix = shared[(i // 3) % 2]
-            prompts.append(prefix + ids[start : start + max(5, min(length, longest - len(prefix)))])
-        else:
-            prompts.append(ids[start : start + length])
+        own = ids[start : start + (max(5, length // 3) if i % 3 == 0 else length)]
+        prompts.append(shared[(i // 3) % 2] + own if i % 3 == 0 else own)
     return prompts
 
 
