@@ -21,6 +21,7 @@ from xllm_models.ops.cpu_team import float_bits, run
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _QUERY_SLICE = 128  # queries whose scores exist at once
+_EXACT_KEYS = 512  # up to so many keys, scores are not rounded to bfloat16
 _WARM_BLOCKS = 8  # blocks whose memory is committed at start
 
 
@@ -97,8 +98,9 @@ class CpuAttention(AttentionBackend):
     def _prefill(self, layer: LayerAttention, row: int, length: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """query and out [n, H, E]: slices of queries against all the keys they see, cached ones and their own alike.
 
-        The heads of a group are rows of one product with their common keys. As in other bfloat16 implementations the
-        scores are rounded to bfloat16; the softmax is float32.
+        The heads of a group are rows of one product with their common keys. The softmax is float32, and so are the
+        scores of short contexts; those of long ones are bfloat16 if the model is, as in other implementations, because
+        their product takes a third of the time.
         """
         spec, (n, heads, size) = self.spec, query.shape
         kv_heads, groups = spec.num_kv_heads, heads // spec.num_kv_heads
@@ -110,10 +112,12 @@ class CpuAttention(AttentionBackend):
             end = min(begin + _QUERY_SLICE, n)
             low = max(0, start + begin - layer.sliding_window + 1 - first) if layer.sliding_window else 0
             high = start + end - first
-            part = grouped[:, begin:end].reshape(kv_heads, -1, size)
-            scores = torch.bmm(part, keys[:, :, low:high])  # [K, queries * G, keys]
+            part, seen = grouped[:, begin:end].reshape(kv_heads, -1, size), keys[:, :, low:high]
+            if high - low <= _EXACT_KEYS:
+                part, seen = part.float(), seen.float()
+            scores = torch.bmm(part, seen)  # [K, queries * G, keys]
             self._soften(scores, groups, end - begin, start + begin - first - low, layer)
-            attended = torch.bmm(scores, values[:, low:high]).view(kv_heads, end - begin, groups, size)
+            attended = torch.bmm(scores.to(values.dtype), values[:, low:high]).view(kv_heads, end - begin, groups, size)
             out[begin:end].view(end - begin, kv_heads, groups, size).copy_(attended.permute(1, 0, 2, 3))
 
     def _soften(self, scores: torch.Tensor, groups: int, queries: int, before: int, layer: LayerAttention) -> None:
