@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xllm_npu.config.settings import Settings
+from xllm_npu.config.settings import Settings, served_model_names
 from xllm_npu.master.engine_client import EngineClient
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
@@ -187,7 +187,8 @@ class LLMMaster:
         self._dispatcher = OutputDispatcher(self.tokenizer, self._send_abort)
         if self.settings.model.generation_config == "auto":
             self.default_sampling = ready.default_sampling
-        self.metrics.set_model(ready.model_name, {"block_size": ready.block_size, "num_kv_blocks": ready.num_kv_blocks})
+        name = served_model_names(self.settings)[0]
+        self.metrics.set_model(name, {"block_size": ready.block_size, "num_kv_blocks": ready.num_kv_blocks})
         gc.collect()
         gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
