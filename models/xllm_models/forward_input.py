@@ -27,10 +27,6 @@ class AttentionMetadata:
     seq_lens_host: np.ndarray  # [B] int32
     max_seq_len: int
 
-    @property
-    def num_decode_tokens(self) -> int:
-        return self.num_decodes
-
 
 @dataclass(slots=True)
 class ForwardInput:

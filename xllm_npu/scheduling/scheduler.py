@@ -168,7 +168,6 @@ class Scheduler:
             return None
         released, self.running.released = self.running.released, []
         batch = plan.build(self.running.table, released)
-        batch.scheduled_at = now
         self._in_flight.append((batch, plan.budget.features() if self._latency else ()))
         self.running.any_in_flight = True
         self._next_step += 1

@@ -47,7 +47,6 @@ class Batch:
     released: list[int] = field(default_factory=list)  # rows whose worker-side state ends before this step
     # (index into rows, k, the prompt token after this step's positions or -1)
     prompt_logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    scheduled_at: float = 0.0  # monotonic
 
     @property
     def num_tokens(self) -> int:
