@@ -35,3 +35,4 @@ class ForwardInput:
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     attention: AttentionMetadata
+    dp_tokens: tuple[int, ...] = ()  # where data-parallel ranks step together: T of each of them; () otherwise

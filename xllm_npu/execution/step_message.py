@@ -35,6 +35,9 @@ class StepInput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     admitted: list[RowAdmission] = msgspec.field(default_factory=list)
     released: list[int] = msgspec.field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    # Where data-parallel ranks step together: tokens of each rank in this step, and whether all of them only decode.
+    dp_tokens: list[int] = msgspec.field(default_factory=list)
+    dp_all_decode: bool = False
 
     def array(self, name: str) -> I32:
         return np.frombuffer(getattr(self, name), np.int32)

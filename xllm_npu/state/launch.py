@@ -1,0 +1,48 @@
+"""What a process is told when it starts: where it stands among the ranks and whom it talks to.
+
+One JSON line on the standard input of each child, which then stays open for as long as the parent lives. World rank =
+dp_rank * tp_size + tp_rank. Knows neither torch nor how processes are started.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """Where one rank lives."""
+
+    node: int = 0  # which machine
+    device: int = -1  # the device's index on that machine; -1: the platform's default
+
+
+class EngineInit(msgspec.Struct, kw_only=True):
+    """For an engine process: one data-parallel rank, with worker tp_rank 0 inside."""
+
+    settings: str  # Settings as JSON, without what is unset
+    requests: str  # ZeroMQ endpoint that the engine pulls ClientMessages from
+    outputs: str  # and the one it pushes EngineMessages to
+    directory: str  # private to this server on this machine; the engine removes it when its parent has died
+    seed: int  # for requests without one; the same on all ranks
+    dp_rank: int = 0
+    node: int = 0  # the machine this engine runs on
+    slots: list[Slot] = msgspec.field(default_factory=lambda: [Slot()])  # [dp_size * tp_size], by world rank
+    rendezvous: str = ""  # torch.distributed init_method of the world; "": the engine makes a file for its own ranks
+    agreement: str = ""  # data-parallel ranks that step together: endpoint where rank 0 binds and the others connect
+    steps: str = ""  # endpoint "tcp://address:port" to bind for workers on other machines; "": all are on this one
+    reports: str = ""  # likewise, for what they say
+
+
+class WorkerInit(msgspec.Struct, kw_only=True):
+    """For a worker process: one device."""
+
+    settings: str
+    steps: str  # endpoint that StepInputs come from
+    reports: str  # endpoint that WorkerReports go to
+    seed: int
+    dp_rank: int
+    tp_rank: int
+    slot: Slot
+    rendezvous: str
+    world: list[Slot]
+    ring_fd: int = -1  # shared memory that large steps lie in; -1: none, they come whole
