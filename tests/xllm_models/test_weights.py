@@ -224,6 +224,49 @@ def test_unsupported_dtypes_are_refused_by_name(tmp_path, dtype):
         load_weights(Toy(), SafetensorsSource(tmp_path))
 
 
+class Fused:
+    """One checkpoint matrix of three below each other, and bytes that only the model can read."""
+
+    def __init__(self, rank=0, ranks=1, store=True):
+        self.rows = nn.Parameter(torch.zeros((ROWS + 2 * (ROWS // 2)) // ranks, COLUMNS))
+        self.bytes, self.rank, self.ranks, self.keep = None, rank, ranks, store
+        self.sections = tuple((size, rank, ranks) for size in (ROWS, ROWS // 2, ROWS // 2))
+
+    def store(self, tensor):
+        self.bytes = tensor.clone()
+
+    def placements(self):
+        store = self.store if self.keep else None
+        return {
+            "qkv.weight": Placement(self.rows, (2 * ROWS, COLUMNS), shard_dim=0, sections=self.sections),
+            "blocks": Placement(self.rows, (4, 2), (), 0, self.rank, self.ranks, store=store),
+        }
+
+
+def fused_checkpoint(directory):
+    tensors = {"qkv.weight": torch.randn(2 * ROWS, COLUMNS), "blocks": torch.arange(8, dtype=torch.uint8).view(4, 2)}
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_a_rank_reads_its_part_of_each_matrix_of_a_fused_tensor(tmp_path, rank, ranks):
+    tensors, model = fused_checkpoint(tmp_path), Fused(rank, ranks)
+    report = load_weights(model, SafetensorsSource(tmp_path))
+    matrices = tensors["qkv.weight"].split([size for size, _, _ in model.sections])
+    assert torch.equal(model.rows, torch.cat([matrix.chunk(ranks)[rank] for matrix in matrices]))
+    assert torch.equal(model.bytes, tensors["blocks"].chunk(ranks)[rank])
+    assert report.bytes == (2 * ROWS * COLUMNS + 8) * 4 // ranks
+
+
+def test_bytes_are_refused_where_the_model_has_no_use_for_them(tmp_path):
+    fused_checkpoint(tmp_path)
+    model = Fused(store=False)
+    with pytest.raises(WeightError, match=r"blocks in .*U8.*unquantized"):
+        load_weights(model, SafetensorsSource(tmp_path))
+    assert model.rows.abs().sum() == 0
+
+
 def test_ranks_that_do_not_divide_are_refused(tmp_path):
     save_file(checkpoint(), tmp_path / "model.safetensors")
     model = Toy()

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, ReaderTensor, dequantize
 
 from xllm_models.weights.gguf_file import GgufError, GgufFile
-from xllm_models.weights.source import Region, TensorInfo, WeightSource
+from xllm_models.weights.source import Region, TensorInfo, WeightSource, read_region
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -65,6 +65,9 @@ class GgufSource(WeightSource):
             yield name, self._read(name, regions[name])
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
+        return read_region(lambda part: self._read_part(name, part), region)
+
+    def _read_part(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         own = self._names[name]
         tensor = self.file.tensors[own]
         if tensor.tensor_type in _INTEGERS:

@@ -44,6 +44,7 @@ def load_weights(model: LoadableModel, source: WeightSource, progress: Progress 
     placements = model.placements()
     _check_names(placements, source)
     _check_shapes(placements, source)
+    _check_bytes(placements, source)
     regions = {name: region_of(name, p) for name, p in placements.items() if name in source.tensors}
     sizes = {
         name: _num_elements(region) * placements[name].param.element_size()
@@ -64,27 +65,40 @@ def load_weights(model: LoadableModel, source: WeightSource, progress: Progress 
 
 def region_of(name: str, placement: Placement) -> Region:
     """This rank's part of the checkpoint tensor."""
-    region = [slice(0, size) for size in placement.shape]
-    if placement.shard_dim is not None:
-        size, count = placement.shape[placement.shard_dim], placement.shard_count
-        if size % count:
-            raise WeightError(
-                f"{name} has {size} rows or columns to split, which {count} ranks do not divide. "
-                "Choose a tensor parallel size that does."
-            )
-        part = size // count
-        region[placement.shard_dim] = slice(placement.shard_index * part, (placement.shard_index + 1) * part)
+    region: list[slice | tuple[slice, ...]] = [slice(0, size) for size in placement.shape]
+    dim = placement.shard_dim
+    if dim is not None:
+        sections = placement.sections or ((placement.shape[dim], placement.shard_index, placement.shard_count),)
+        parts: list[slice] = []
+        begin = 0
+        for size, index, count in sections:
+            if size % count:
+                raise WeightError(
+                    f"{name} has {size} rows or columns to split, which {count} ranks do not divide. "
+                    "Choose a tensor parallel size that does."
+                )
+            part = size // count
+            first, end = begin + index * part, begin + (index + 1) * part
+            if parts and parts[-1].stop == first:
+                first = parts.pop().start  # neighbours are read at once
+            parts.append(slice(first, end))
+            begin += size
+        region[dim] = tuple(parts) if len(parts) > 1 else parts[0]
     return tuple(region)
 
 
 def _copy(name: str, tensor: torch.Tensor, placement: Placement) -> None:
+    if placement.store is not None:
+        placement.store(tensor)
+        return
     target = placement.param.data[placement.dest]
     assert target.shape == tensor.shape, f"{name}: placed {tuple(tensor.shape)} in {tuple(target.shape)}"
     target.copy_(tensor)
 
 
 def _num_elements(region: Region) -> int:
-    return math.prod(part.stop - part.start for part in region)
+    parts = [part if isinstance(part, tuple) else (part,) for part in region]
+    return math.prod(sum(one.stop - one.start for one in part) for part in parts)
 
 
 def _check_names(placements: Mapping[str, Placement], source: WeightSource) -> None:
@@ -113,6 +127,15 @@ def _check_shapes(placements: Mapping[str, Placement], source: WeightSource) -> 
             f"{_some(wrong, '; ')}. "
             "Check that weights and config.json belong together."
         )
+
+
+def _check_bytes(placements: Mapping[str, Placement], source: WeightSource) -> None:
+    for name, placement in placements.items():
+        if name in source.tensors and source.tensors[name].dtype == "U8" and placement.store is None:
+            raise WeightError(
+                f"{name} in {source.tensors[name].file} has dtype U8: it is quantized in a way this model's loader "
+                "does not know. Use an unquantized checkpoint of this model."
+            )
 
 
 def _some(names: list[str], separator: str = ", ") -> str:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from xllm_models.weights.source import Region, TensorInfo, WeightError, WeightSource
+from xllm_models.weights.source import Region, TensorInfo, WeightError, WeightSource, read_region
 
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_FLOAT_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = ("F32", "BF16", "F16", "U8")
 _LENGTH_BYTES = 8  # the header's length, little endian, opens the file
 
 
@@ -43,9 +43,9 @@ class SafetensorsSource(WeightSource):
         by_file: dict[Path, list[str]] = {}
         for name in regions:
             info = self.tensors[name]
-            if info.dtype not in _FLOAT_DTYPES:
+            if info.dtype not in _DTYPES:
                 raise WeightError(
-                    f"{name} in {info.file} has dtype {info.dtype}; supported: {', '.join(_FLOAT_DTYPES)}. "
+                    f"{name} in {info.file} has dtype {info.dtype}; supported: {', '.join(_DTYPES[:3])}. "
                     "Use an unquantized checkpoint of this model."
                 )
             by_file.setdefault(info.file, []).append(name)
@@ -57,8 +57,10 @@ class SafetensorsSource(WeightSource):
     def _read(self, shard: Any, name: str, region: Region) -> torch.Tensor:
         shape = self.tensors[name].shape
         whole = all(part == slice(0, size) for part, size in zip(region, shape, strict=True))
-        tensor: torch.Tensor = shard.get_tensor(name) if whole else shard.get_slice(name)[region]
-        return tensor
+        if whole:
+            return shard.get_tensor(name)
+        rows = shard.get_slice(name)
+        return read_region(lambda part: rows[part], region)
 
 
 def _shard_files(directory: Path) -> list[Path]:

@@ -7,13 +7,14 @@ tensors are wanted nor where they go (see placement and loader).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-Region = tuple[slice, ...]  # one slice for each dimension, with start and stop set and step 1
+# For each dimension a slice with start and stop set and step 1, or several that are read one after the other.
+Region = tuple[slice | tuple[slice, ...], ...]
 
 
 class WeightError(ValueError):
@@ -35,10 +36,18 @@ class WeightSource(ABC):
 
     @abstractmethod
     def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each named tensor's region once, in file order, floating point, on the CPU.
+        """Yield each named tensor's region once, in file order, on the CPU; floating point, or uint8 as it is.
 
         At most one shard is open at a time; a tensor must be dropped before the next is asked for.
         """
+
+
+def read_region(read: Callable[[tuple[slice, ...]], torch.Tensor], region: Region) -> torch.Tensor:
+    """A region through a function that knows plain slices only."""
+    for dim, part in enumerate(region):
+        if isinstance(part, tuple):
+            return torch.cat([read_region(read, (*region[:dim], one, *region[dim + 1:])) for one in part], dim)
+    return read(region)  # type: ignore[arg-type]
 
 
 def open_source(path: str | Path) -> WeightSource:
