@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xllm_models.config_defaults import complete
 from xllm_models.config_keys import ConfigKeys, ModelConfigError, architecture_of, read_json
-from xllm_models.rope_config import ROPE_TYPES, RopeConfig, read_rope
+from xllm_models.rope_config import ROPE_TYPES, RopeConfig, read_local_rope, read_rope
 
 __all__ = [
     "DTYPES",
@@ -28,11 +29,8 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Values that transformers assumes for an absent key, where they differ between model types.
-_DEFAULT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
-_DEFAULT_SPECIAL_IDS = {"llama": (1, 2), "mistral": (1, 2)}  # bos, eos
-_DEFAULT_HEAD_DIM = {"qwen3": 128}
-_DEFAULT_MAX_WINDOW_LAYERS = 28
+_GEMMA = ("gemma2", "gemma3_text")
+_SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every so-manieth layer sees everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,16 @@ class ModelConfig:
     sliding_window: int = 0  # 0: none
     layer_sliding_windows: tuple[int, ...] = ()  # [num_layers]; 0: that layer sees everything
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None  # of layers with a window, where theirs is another
+    rope_interleaved: bool = False  # pairs are neighbours (2i, 2i + 1), not (i, i + half)
+    attention_scale: float = 0.0  # on products of queries and keys; 0: head_dim ** -0.5
+    attention_softcap: float = 0.0  # bounds attention scores by softcap * tanh(score / softcap); 0: none
+    attention_sinks: bool = False  # a learned score a head that takes part in the softmax and has no value
+    logit_softcap: float = 0.0  # the same for the logits
+    norm: str = "plain"  # plain | plus_one: the factor is 1 + weight | float32: applied before rounding
+    embedding_scaled: bool = False  # by the root of hidden_size
+    qkv_fused: bool = False  # the checkpoint holds q, k and v in one matrix
+    gate_up_fused: bool = False  # and the MLP's gate and up
     torch_dtype: str = "float32"  # the checkpoint's own, one of DTYPES
     eos_token_ids: tuple[int, ...] = ()  # config.json's, then those that generation_config.json adds
     bos_token_id: int | None = None
@@ -78,7 +86,7 @@ class ModelConfig:
     @property
     def max_context_length(self) -> int:
         """Tokens the positions are good for; most scaled types state the length before scaling."""
-        if self.rope.type in ("default", "llama3"):
+        if self.rope.type in ("default", "llama3", "longrope") or self.model_type == "gemma3_text":
             return self.max_position_embeddings
         length = self.max_position_embeddings
         if self.rope.type == "yarn":
@@ -114,17 +122,18 @@ class ModelConfig:
         source: str = "config.json",
     ) -> ModelConfig:
         """`generation` is generation_config.json's content; `source` is what error messages call `config`."""
-        keys = ConfigKeys(config, source)
+        keys = ConfigKeys(complete(config), source)
         architecture = architecture_of(config, source)
-        _refuse_quantized(keys)
         model_type = keys.text("model_type", "")
+        _refuse_unknown(keys, model_type)
         hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
         num_layers = keys.count("num_hidden_layers")
         qkv_bias, output_bias = _attention_biases(keys, model_type)
         window, layer_windows = _sliding_windows(keys, model_type, num_layers)
         max_positions = keys.count("max_position_embeddings")
+        head_dim, rope = _head_dim(keys, hidden_size, num_heads), read_rope(keys, model_type, max_positions)
+        _check_factors(keys, rope, head_dim)
         generation_keys = ConfigKeys(generation or {}, str(Path(source).with_name("generation_config.json")))
-        default_bos, default_eos = _DEFAULT_SPECIAL_IDS.get(model_type, (None, None))
         return cls(
             architecture=architecture,
             model_type=model_type,
@@ -134,35 +143,49 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_num_kv_heads(keys, num_heads),
-            head_dim=_head_dim(keys, model_type, hidden_size, num_heads),
+            head_dim=head_dim,
             max_position_embeddings=max_positions,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-            hidden_act=keys.text("hidden_act", "silu"),
+            hidden_act=keys.text("hidden_activation" if model_type in _GEMMA else "hidden_act", "silu"),
             tie_word_embeddings=keys.flag("tie_word_embeddings"),
             attention_bias=qkv_bias,
             attention_output_bias=output_bias,
             mlp_bias=keys.flag("mlp_bias"),
-            qk_norm=model_type == "qwen3",
+            qk_norm=model_type in ("qwen3", "gemma3_text") or (model_type == "glm4_moe" and keys.flag("use_qk_norm")),
             sliding_window=window,
             layer_sliding_windows=layer_windows,
-            rope=read_rope(keys, max_positions),
+            rope=rope,
+            local_rope=read_local_rope(keys, model_type, max_positions),
+            rope_interleaved=model_type in ("glm", "glm4"),
+            attention_scale=keys.positive_number("query_pre_attn_scalar", 256) ** -0.5 if model_type in _GEMMA else 0.0,
+            attention_softcap=keys.number("attn_logit_softcapping", 0.0) if model_type == "gemma2" else 0.0,
+            attention_sinks=model_type == "gpt_oss",
+            logit_softcap=keys.number("final_logit_softcapping", 0.0) if model_type in _GEMMA else 0.0,
+            norm="plus_one" if model_type in _GEMMA else "float32" if model_type == "gpt_oss" else "plain",
+            embedding_scaled=model_type in _GEMMA,
+            qkv_fused=model_type == "phi3",
+            gate_up_fused=model_type in ("phi3", "glm", "glm4"),
             torch_dtype=_dtype(keys),
             eos_token_ids=tuple(
-                dict.fromkeys(keys.ids("eos_token_id", default_eos) + generation_keys.ids("eos_token_id"))
+                dict.fromkeys(keys.ids("eos_token_id") + generation_keys.ids("eos_token_id"))
             ),
-            bos_token_id=next(iter(keys.ids("bos_token_id", default_bos)), None),
+            bos_token_id=next(iter(keys.ids("bos_token_id")), None),
             pad_token_id=next(iter(keys.ids("pad_token_id")), None),
             generation=_generation_defaults(generation_keys),
             raw=config,
         )
 
 
-def _refuse_quantized(keys: ConfigKeys) -> None:
+def _refuse_unknown(keys: ConfigKeys, model_type: str) -> None:
+    if keys.flag("use_bidirectional_attention") and model_type in _GEMMA:
+        raise keys.error("use_bidirectional_attention", "is true: this is a model that embeds, not one that generates.")
     quantization = keys.get("quantization_config")
     if quantization:
         method = quantization
         if isinstance(quantization, Mapping):
             method = quantization.get("quant_method", "unknown method")
+        if method == "mxfp4" and model_type == "gpt_oss":
+            return
         raise keys.error(
             "quantization_config",
             f"says the weights are quantized ({method}); use the model's bfloat16, float16 or float32 "
@@ -180,9 +203,9 @@ def _num_kv_heads(keys: ConfigKeys, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(keys: ConfigKeys, model_type: str, hidden_size: int, num_heads: int) -> int:
-    default = _DEFAULT_HEAD_DIM.get(model_type)
-    if keys.get("head_dim") is None and default is None:
+def _head_dim(keys: ConfigKeys, hidden_size: int, num_heads: int) -> int:
+    default = None
+    if keys.get("head_dim") is None:
         if hidden_size % num_heads:
             raise keys.error(
                 "head_dim",
@@ -201,8 +224,18 @@ def _attention_biases(keys: ConfigKeys, model_type: str) -> tuple[bool, bool]:
         return True, False
     if model_type == "mistral":
         return False, False
+    if model_type == "phi3":
+        return False, False
     bias = keys.flag("attention_bias")
-    return bias, bias
+    return bias, bias and model_type not in ("glm", "glm4", "glm4_moe")
+
+
+def _check_factors(keys: ConfigKeys, rope: RopeConfig, head_dim: int) -> None:
+    count = int(head_dim * rope.partial_rotary_factor) // 2
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if rope.type == "longrope" and len(factors) != count:
+            raise keys.error("rope_scaling", f'has {len(factors)} numbers in "{name}"; {count} pairs of dimensions '
+                                             "of a head are rotated.")
 
 
 def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[int, tuple[int, ...]]:
@@ -213,13 +246,10 @@ def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tupl
             problem = 'has sliding_attention layers, but "use_sliding_window" is not true.'
             raise keys.error("layer_types", problem)
         return 0, everywhere
-    if keys.has("sliding_window") and keys.get("sliding_window") is None:
+    if keys.get("sliding_window") is None:
         return 0, everywhere
-    default = _DEFAULT_SLIDING_WINDOW.get(model_type)
-    if not keys.has("sliding_window") and default is None:
-        return 0, everywhere
-    window = keys.count("sliding_window", default)
-    if model_type == "mistral":  # every layer; transformers ignores its layer_types
+    window = keys.count("sliding_window")
+    if model_type in ("mistral", "phi3"):  # every layer; transformers ignores their layer_types
         return window, (window,) * num_layers
     sliding = _sliding_layers(keys, model_type, num_layers)
     return window, tuple(window if slides else 0 for slides in sliding)
@@ -228,9 +258,10 @@ def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tupl
 def _sliding_layers(keys: ConfigKeys, model_type: str, num_layers: int) -> list[bool]:
     layer_types = keys.get("layer_types")
     if layer_types is None:
-        first = keys.get("max_window_layers")
-        if first is None:
-            first = _DEFAULT_MAX_WINDOW_LAYERS if model_type in ("qwen2", "qwen3") else 0
+        if model_type in _SLIDING_PATTERN:
+            every = keys.count("sliding_window_pattern", _SLIDING_PATTERN[model_type])
+            return [(layer + 1) % every != 0 for layer in range(num_layers)]
+        first = keys.get("max_window_layers") or 0
         return [layer >= first for layer in range(num_layers)]
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
         problem = f"must name the attention of all {num_layers} layers, not {layer_types!r}."
