@@ -218,7 +218,7 @@ def start_engine(settings: Settings, listener: ProgressListener | None) -> Engin
     """The in-process engine; imported only here, as it brings torch along."""
     from xllm_npu.execution.process_setup import configure_process
 
-    configure_process(settings)  # thread settings count only before torch is loaded
+    configure_process(settings, settings.parallel.tp_size)  # thread settings count only before torch is loaded
     from xllm_npu.master.engine_loop import EngineLoop
 
     return EngineLoop.create(settings, listener)

@@ -56,6 +56,7 @@ class Capabilities:
     streams: bool = False
     pinned_memory: bool = False
     virtual_memory: bool = False
+    shared_memory: bool = False  # all devices of a machine are one: its memory and cores are divided among ranks
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     default_block_size: int = 128
     default_graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -171,8 +172,11 @@ class Platform(ABC):
     def graph_backend(self) -> GraphBackend:
         raise PlatformError(f"platform {self.name} has no graphs; ask capabilities.graph first")
 
-    def configure_process(self, threads: int | None = None) -> None:  # noqa: B027 - optional
-        """Set what must be set before heavy libraries start (threads, allocator); a worker calls it first."""
+    def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:  # noqa: B027 - optional
+        """Set what must be set before heavy libraries start (threads, allocator); a worker calls it first.
+
+        `ranks` processes like this one compute on the machine.
+        """
 
     def inference_context(self) -> AbstractContextManager[Any]:
         """Entered around every forward pass by the thread that runs it."""

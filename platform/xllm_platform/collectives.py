@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from xllm_platform.parallel import Group
+from xllm_platform.progress import PROGRESS
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -33,7 +34,8 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Ten
         raise ValueError(f"an average needs a floating point tensor, got {tensor.dtype}")
     if group.size == 1:
         return tensor
-    dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+    with PROGRESS:
+        dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
     return tensor.div_(group.size) if op == "avg" else tensor
 
 
@@ -43,7 +45,8 @@ def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor
         return tensor
     rows = tensor.movedim(dim, 0).contiguous()
     gathered = rows.new_empty(group.size * rows.shape[0], *rows.shape[1:])
-    _all_gather(gathered, rows, group=group.handle)
+    with PROGRESS:
+        _all_gather(gathered, rows, group=group.handle)
     return gathered.movedim(0, dim).contiguous()
 
 
@@ -55,7 +58,8 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
         raise ValueError(f"dimension {dim} of size {tensor.shape[dim]} does not divide by {group.size} ranks")
     rows = tensor.movedim(dim, 0).contiguous()
     part = rows.new_empty(rows.shape[0] // group.size, *rows.shape[1:])
-    _reduce_scatter(part, rows, group=group.handle)
+    with PROGRESS:
+        _reduce_scatter(part, rows, group=group.handle)
     return part.movedim(0, dim).contiguous()
 
 
@@ -76,7 +80,8 @@ def all_to_all(
     tensor = tensor.contiguous()
     rows = tensor.shape[0] if output_splits is None else sum(output_splits)
     received = tensor.new_empty(rows, *tensor.shape[1:])
-    dist.all_to_all_single(received, tensor, output_splits, input_splits, group=group.handle)
+    with PROGRESS:
+        dist.all_to_all_single(received, tensor, output_splits, input_splits, group=group.handle)
     return received
 
 
@@ -85,11 +90,13 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tens
     if not 0 <= source < group.size:
         raise ValueError(f"source must be in 0..{group.size - 1}, got {source}")
     if group.size > 1:
-        dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
+        with PROGRESS:
+            dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
     return tensor
 
 
 def barrier(group: Group) -> None:
     """Return once every rank of the group has come here."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        with PROGRESS:
+            dist.barrier(group=group.handle)

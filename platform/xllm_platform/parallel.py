@@ -8,6 +8,7 @@ torch.distributed. Does not start processes, does not choose devices, does not k
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ class ParallelState:
             return cls.single()
         import torch.distributed as dist
 
+        if backend == "gloo" and init.init_method.startswith("file://"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: whatever its name resolves to
         timeout = timedelta(seconds=init.timeout_seconds)
         try:
             dist.init_process_group(

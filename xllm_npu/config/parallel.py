@@ -29,3 +29,7 @@ class DistributedSettings(Section):
     )
     nnodes: int = Field(default=1, ge=1, le=4096, description="machines")
     node_rank: int = Field(default=0, ge=0, le=4095, description="which of them this is")
+    collective_timeout: float = Field(
+        default=300.0, ge=1, le=86400,
+        description="seconds after which ranks that wait for each other are given up, and those missing are named",
+    )

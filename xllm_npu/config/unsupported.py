@@ -79,8 +79,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Execution
     "acl_graph_decode_batch_size_limit": (16,),
     "enable_graph_double_buffer": (True,), "enable_graph_mode_decode_no_padding": (False,),
-    "enable_prefill_piecewise_graph": (False,), "enable_graph_vmm_pool": (True,), "enable_shm": (False,),
-    "use_contiguous_input_buffer": (True,), "input_shm_size": (1024,), "output_shm_size": (128,),
+    "enable_prefill_piecewise_graph": (False,), "enable_graph_vmm_pool": (True,),
+    "use_contiguous_input_buffer": (True,), "output_shm_size": (128,),
     "python_graph_backend": ("off", ""), "enable_task_pipeline": (False,),
     "enable_unified_mtp_graph": (False,),
     # Kernels
@@ -107,7 +107,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 # Settings of ours that so far have one value that works.
-SINGLE_VALUED: dict[str, int] = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1}
+SINGLE_VALUED: dict[str, int] = {"dp_size": 1, "ep_size": 1, "nnodes": 1}
 
 _WHY = {
     "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",

@@ -6,32 +6,41 @@ one runs. Knows no policy: what runs is the scheduler's choice.
 
 from __future__ import annotations
 
-from xllm_npu.execution.step_message import build_step_input
+from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
+from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.state.batch import BatchGroup, StepResult
 
 
 class Engine:
-    """One data-parallel rank's workers; `workers[0]` is the rank that samples."""
+    """One data-parallel rank's workers: the first samples and answers, the others compute along."""
 
-    def __init__(self, workers: list[WorkerClient], block_size: int) -> None:
-        self._workers = workers
+    def __init__(self, worker: WorkerClient, others: WorkerGroup | None, block_size: int) -> None:
+        self._worker, self._others = worker, others
         self._block_size = block_size
 
     def submit(self, group: BatchGroup) -> None:
-        message = build_step_input(group.batches[0], group.tables[0], self._block_size)
-        for worker in self._workers:
-            worker.send(message)
+        self.send(build_step_input(group.batches[0], group.tables[0], self._block_size))
+
+    def send(self, step: StepInput) -> None:
+        if self._others is not None:
+            self._others.send(step)
+        self._worker.send(step)
 
     def collect(self) -> StepResult:
-        """The result of the oldest step submitted."""
-        results = [worker.receive() for worker in self._workers]
-        return results[0]
+        """The result of the oldest step submitted. Raises what a worker raised, or how one died."""
+        try:
+            return self._worker.receive()
+        except Exception as error:
+            if self._others is not None:
+                raise self._others.cause(error) from error
+            raise
 
     def execute(self, group: BatchGroup) -> StepResult:
         self.submit(group)
         return self.collect()
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        if self._others is not None:
+            self._others.close()
+        self._worker.close()

@@ -36,9 +36,9 @@ class Executor:
 
     def graph_size(self, step: StepInput, num_rows: int) -> int:
         """The size to build the step's input for; 0 means eager."""
-        if self._graph is None or step.num_decodes < num_rows:
+        if self._graph is None or step.num_decodes < num_rows or (step.dp_tokens and not step.dp_all_decode):
             return 0
-        size = self._graph.bucket(num_rows)
+        size = self._graph.bucket(max(step.dp_tokens, default=num_rows))
         if size is None:
             self.graph_misses += 1
             if not self._warned:

@@ -28,11 +28,12 @@ class GraphRunner:
         self._graphs: dict[int, Graph] = {}
         self.sizes: list[int] = []
 
-    def capture(self, sizes: list[int], builder: InputBuilder, on_progress: Callable[[int, int], None]) -> None:
-        """Capture every size; `on_progress` takes (done, total)."""
+    def capture(self, sizes: list[int], builder: InputBuilder, on_progress: Callable[[int, int], None],
+                dp_size: int = 1) -> None:
+        """Capture every size; `on_progress` takes (done, total). `dp_size` ranks step together."""
         for done, size in enumerate(sorted(sizes, reverse=True)):
             on_progress(done, len(sizes))
-            model_input = builder.graph_input(size)
+            model_input = builder.graph_input(size, dp_size)
             self._attention.prepare(model_input.attention)
             self._graphs[size] = self._backend.capture(self._run_on(model_input))
         self.sizes = sorted(self._graphs)

@@ -99,6 +99,7 @@ class InputBuilder:
             self.block_table.host[: size * width] = table.reshape(-1)
         padded = graph_size or size
         model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded)
+        model_input.dp_tokens = tuple(graph_size or tokens_there for tokens_there in step.dp_tokens)
         self._fill_placeholders(rows[: step.num_decodes], tokens[: step.num_decodes])
         source = step.array("sample_source")
         return BuiltStep(
@@ -107,11 +108,13 @@ class InputBuilder:
             all_sampled_in_order=count == size and source.size == size and step.num_decodes == size,
         )
 
-    def graph_input(self, graph_size: int) -> ForwardInput:
-        """The input a graph of this size is captured with: padding only."""
+    def graph_input(self, graph_size: int, dp_size: int) -> ForwardInput:
+        """The input a graph of this size is captured with: padding only. `dp_size` ranks step together."""
         self._pad(0, graph_size)
         self.block_table.host[: graph_size * self.max_blocks] = 0
-        return self._send(graph_size, graph_size, self.max_blocks, graph_size)
+        model_input = self._send(graph_size, graph_size, self.max_blocks, graph_size)
+        model_input.dp_tokens = (graph_size,) * dp_size if dp_size > 1 else ()
+        return model_input
 
     def remember(self, rows: I32, tokens: torch.Tensor) -> None:
         """The tokens just sampled, [S] int64 on the device; placeholders of later steps stand for them."""

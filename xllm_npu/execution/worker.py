@@ -8,12 +8,14 @@ worker_loader.py.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from xllm_models.attention.base import AttentionBackend
 from xllm_platform.base import Platform
+from xllm_platform.collectives import broadcast
+from xllm_platform.parallel import ParallelState
 
 from xllm_npu.execution.executor import Executor
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
@@ -37,12 +39,14 @@ class WorkerParts:
     builder: InputBuilder
     executor: Executor
     sampling: SamplingState
+    parallel: ParallelState = field(default_factory=ParallelState.single)
 
 
 class Worker:
     def __init__(self, parts: WorkerParts) -> None:
         self.parts = parts
         self._sampler = Sampler(parts.sampling)
+        self._samples = parts.parallel.tp.rank == 0  # the other ranks hear of the tokens
 
     def execute(self, step: StepInput) -> StepResult:
         """Run one step and wait for its tokens."""
@@ -60,11 +64,12 @@ class Worker:
 
     def _update_rows(self, step: StepInput) -> None:
         sampling = self.parts.sampling
-        for row in step.released:
-            sampling.release(row)
-        for a in step.admitted:
-            sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32),
-                           np.frombuffer(a.output, np.int32), a.sequence_index)
+        if self._samples:
+            for row in step.released:
+                sampling.release(row)
+            for a in step.admitted:
+                sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32),
+                               np.frombuffer(a.output, np.int32), a.sequence_index)
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.parts.builder.device)
             self.parts.attention.copy_blocks(pairs)
@@ -79,9 +84,12 @@ class Worker:
             index = torch.from_numpy(built.sample_positions.astype(np.int64))
             wanted = hidden[index.to(hidden.device, non_blocking=True)]
         logits = self.parts.model.compute_logits(wanted)  # type: ignore[operator]
-        result = self._sampler.sample(logits, built.sample_rows, built.sample_output)
-        self.parts.sampling.observe(built.sample_rows, result.tokens)
-        self.parts.builder.remember(built.sample_rows, result.tokens)
+        result = None
+        if self._samples:
+            result = self._sampler.sample(logits, built.sample_rows, built.sample_output)
+            self.parts.sampling.observe(built.sample_rows, result.tokens)
+        tokens = logits.new_empty(count, dtype=torch.int64) if result is None else result.tokens
+        self.parts.builder.remember(built.sample_rows, broadcast(tokens, self.parts.parallel.tp))
         return result
 
     def _prompt_logprobs(
@@ -96,6 +104,8 @@ class Worker:
             for first in range(begin, end, PROMPT_LOGPROB_ROWS):
                 last = min(first + PROMPT_LOGPROB_ROWS, end)
                 logits = self.parts.model.compute_logits(hidden[first:last])  # type: ignore[operator]
+                if not self._samples:
+                    continue
                 measured = prompt_logprobs(logits, targets[first - begin : last - begin], k)
                 entries += [measured.entry(i) for i in range(last - first)]
             found[int(built.rows[index])] = entries if following >= 0 else entries[:-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +21,8 @@ class StepExecutor(Protocol):
 
 
 class WorkerClient(Protocol):
+    """One rank, or all of an engine's ranks as one."""
+
     def send(self, step: StepInput) -> None: ...
 
     def receive(self) -> StepResult:
@@ -37,28 +40,40 @@ class InProcessWorker:
     """
 
     def __init__(self, make: Callable[[], StepExecutor]) -> None:
-        """Returns when the worker is made; raises what `make` raised."""
         self._steps: queue.SimpleQueue[StepInput | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
-        made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(make, made), name="worker", daemon=True)
+        self._made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.busy_since: float | None = None  # monotonic; when the step that runs now began
+        self._thread = threading.Thread(target=self._run, args=(make,), name="worker", daemon=True)
         self._thread.start()
-        failure = made.get()
+
+    def wait_made(self) -> None:
+        """Return when the worker is made; raise what `make` raised, or what `fail` was given."""
+        failure = self._made.get()
         if failure is not None:
             raise failure
 
-    def _run(self, make: Callable[[], StepExecutor], made: queue.SimpleQueue[BaseException | None]) -> None:
+    def _run(self, make: Callable[[], StepExecutor]) -> None:
         try:
             worker = make()
         except BaseException as error:  # raised again where the worker was asked for
-            made.put(error)
+            self._made.put(error)
             return
-        made.put(None)
+        self._made.put(None)
         while (step := self._steps.get()) is not None:
+            self.busy_since = time.monotonic()
             try:
                 self._results.put(worker.execute(step))
             except BaseException as error:  # handed to the engine thread, which decides
                 self._results.put(error)
+            self.busy_since = None
+
+    def fail(self, error: BaseException) -> None:
+        """Wake whoever waits for this worker with `error`; its thread may be stuck for good. From any thread."""
+        self._failure = error
+        self._made.put(error)
+        self._results.put(error)
 
     def send(self, step: StepInput) -> None:
         self._steps.put(step)
@@ -71,7 +86,8 @@ class InProcessWorker:
 
     def close(self) -> None:
         self._steps.put(None)
-        self._thread.join()
+        if self._failure is None:
+            self._thread.join()
 
 
 class DirectWorker:

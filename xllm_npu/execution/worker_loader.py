@@ -19,10 +19,12 @@ from xllm_models import hub
 from xllm_models.attention.base import AttentionBackend, AttentionSpec
 from xllm_models.backends import get_attention
 from xllm_models.config import ModelConfig
+from xllm_models.layers.sharding import check_sharding
 from xllm_models.registry import build_model
 from xllm_models.weights.loader import load_weights
 from xllm_models.weights.source import open_source
 from xllm_platform.base import Platform, PlatformError
+from xllm_platform.collectives import all_reduce
 from xllm_platform.parallel import ParallelState
 from xllm_platform.registry import select
 
@@ -30,6 +32,7 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
+from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker import Worker, WorkerParts
@@ -67,16 +70,20 @@ class _Shape:
     block_size: int
 
 
-def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
-    """Everything from an idle process to a warm worker. Raises LoadError, PlatformError, HubError, WeightError, ..."""
+def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWorker:
+    """Everything from an idle process to a warm worker; all ranks of a world call it together.
+
+    Raises LoadError, PlatformError, HubError, WeightError, ...
+    """
     began = time.monotonic()
-    platform = _select_platform(settings)
+    platform = _select_platform(settings, rank)
     resolved = _resolve(settings, progress)
     config = ModelConfig.from_path(resolved.path)
     dtype = _dtype(settings, config, platform)
     device = platform.device()
     capabilities = platform.capabilities
-    parallel = ParallelState.single()
+    check_sharding(config, settings.parallel.tp_size)
+    parallel = _join(settings, rank, config, platform)
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
     backend = _attention_backend(settings, platform)
     model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
@@ -88,7 +95,8 @@ def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
     report = load_weights(model, open_source(resolved.path), on_weights)
     shape = _shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
-    blocks, shape = _capacity(settings, platform, backend, spec, config, shape)
+    blocks, shape = _capacity(settings, rank, platform, backend, spec, config, shape)
+    blocks, shape = _agree(parallel, platform, blocks, shape)
     attention = backend(spec)
     attention.allocate_kv_caches(blocks)
     model.bind_attention(attention)
@@ -99,11 +107,10 @@ def load_worker(settings: Settings, progress: Progress) -> LoadedWorker:
         max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=device,
         pinned=capabilities.pinned_memory,
     )
-    seed = settings.execution.random_seed
-    sampling = SamplingState(shape.max_seqs, config.vocab_size, device, time.time_ns() if seed < 0 else seed)
-    graph = _capture(platform, model, attention, sizes, builder, progress)
+    sampling = SamplingState(shape.max_seqs, config.vocab_size, device, rank.seed)
+    graph = _capture(platform, model, attention, sizes, builder, progress, parallel.dp.size)
     executor = Executor(EagerRunner(model, attention), graph)
-    worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling))
+    worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel))
     _warm_up(worker, attention, shape, progress)
     ready = EngineReady(
         model_name=model_name(settings, resolved.path), architecture=config.architecture, platform=platform.name,
@@ -130,11 +137,27 @@ def _default_sampling(config: ModelConfig) -> dict[str, float]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _select_platform(settings: Settings) -> Platform:
+def _select_platform(settings: Settings, rank: Rank) -> Platform:
     platform = select(settings.execution.platform)
-    platform.set_device(max(settings.execution.device_id, 0))
-    platform.configure_process(settings.execution.num_threads or None)
+    shared = platform.capabilities.shared_memory
+    platform.set_device(0 if shared else max(rank.slot.device, settings.execution.device_id, 0))
+    platform.configure_process(settings.execution.num_threads or None, rank.ranks_here)
     return platform
+
+
+def _join(settings: Settings, rank: Rank, config: ModelConfig, platform: Platform) -> ParallelState:
+    """Meet the other ranks. Their devices are selected, nothing is loaded yet."""
+    init, backend = rank.parallel_init(settings, config), settings.parallel.communication_backend
+    return ParallelState.initialize(init, platform.collective_backend if backend == "auto" else backend)
+
+
+def _agree(parallel: ParallelState, platform: Platform, blocks: int, shape: _Shape) -> tuple[int, _Shape]:
+    """The smallest KV cache and the shortest context of all ranks: one scheduler plans for them together."""
+    if parallel.world.size == 1:
+        return blocks, shape
+    found = torch.tensor([blocks, shape.max_model_len], dtype=torch.int64, device=platform.device())
+    blocks, length = all_reduce(found, parallel.world, "min").tolist()
+    return blocks, dataclasses.replace(shape, max_model_len=length)
 
 
 def _resolve(settings: Settings, progress: Progress) -> hub.ResolvedModel:
@@ -185,15 +208,17 @@ def _attention_backend(settings: Settings, platform: Platform) -> type[Attention
 
 
 def _capacity(
-    settings: Settings, platform: Platform, backend: type[AttentionBackend], spec: AttentionSpec, config: ModelConfig,
-    shape: _Shape,
+    settings: Settings, rank: Rank, platform: Platform, backend: type[AttentionBackend], spec: AttentionSpec,
+    config: ModelConfig, shape: _Shape,
 ) -> tuple[int, _Shape]:
     """Blocks (the dummy included); the shape, with a max_model_len nobody asked for cut to what the cache holds."""
     kv, memory = settings.kv_cache, platform.memory_info()
     explicit = "max_memory_utilization" in kv.model_fields_set
+    sharers = rank.ranks_here if platform.capabilities.shared_memory else 1
     blocks = num_kv_blocks(CacheRequest(
         bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
-        max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free, total_bytes=memory.total,
+        max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free // sharers,
+        total_bytes=memory.total // sharers,
         workspace_bytes=_workspace_bytes(config, shape), utilization=kv.max_memory_utilization,
         max_cache_bytes=kv.max_cache_size,
         soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
@@ -232,13 +257,14 @@ def _graph_sizes(
 
 def _capture(
     platform: Platform, model: torch.nn.Module, attention: AttentionBackend, sizes: list[int], builder: InputBuilder,
-    progress: Progress,
+    progress: Progress, dp_size: int,
 ) -> GraphRunner | None:
     if not sizes:
         return None
     runner = GraphRunner(platform, model, attention)
     with torch.inference_mode(), platform.inference_context():
-        runner.capture(sizes, builder, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)))
+        runner.capture(sizes, builder, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)),
+                       dp_size)
     return runner
 
 
@@ -248,8 +274,12 @@ def _warm_up(worker: Worker, attention: AttentionBackend, shape: _Shape, progres
     attention.warmup()
     length = max(1, min(shape.max_tokens, shape.max_model_len - 2, WARM_UP_TOKENS))
     width = length // shape.block_size + 1
+    dp_size = worker.parts.parallel.dp.size
     for admit, start, count in ((True, 0, length), (False, length, 1)):
-        worker.execute(_warm_up_step(admit, start, count, width))
+        step = _warm_up_step(admit, start, count, width)
+        if dp_size > 1:
+            step.dp_tokens, step.dp_all_decode = [count] * dp_size, count == 1
+        worker.execute(step)
     progress(EngineProgress("Warming up", 1, 1))
 
 

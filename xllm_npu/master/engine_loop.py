@@ -12,13 +12,12 @@ from pathlib import Path
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
-from xllm_npu.execution.worker import Worker
-from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
-from xllm_npu.execution.worker_loader import load_worker
-from xllm_npu.master.plugins import load_plugins
+from xllm_npu.execution.engine_start import start_engine
+from xllm_npu.execution.plugins import load_plugins
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.policy import get_policy
 from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
     AbortRequest,
     AddRequest,
@@ -55,22 +54,17 @@ class EngineLoop:
         self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
 
     @classmethod
-    def create(cls, settings: Settings, progress: Callable[[EngineProgress], None] | None = None) -> EngineLoop:
-        """Load the model and be ready to step. Raises what the loading raises."""
+    def create(
+        cls, settings: Settings, progress: Callable[[EngineProgress], None] | None = None,
+        init: EngineInit | None = None,
+    ) -> EngineLoop:
+        """Load the model and be ready to step. Raises what the loading raises. No `init`: not part of a server."""
         load_plugins()
         get_policy(settings.scheduler.scheduling_policy)  # refused now, not after minutes of loading
         overlap = settings.scheduler.enable_schedule_overlap
-        made: list[EngineReady] = []
-
-        def make() -> Worker:
-            loaded = load_worker(settings, progress or (lambda _: None))
-            made.append(loaded.ready)
-            return loaded.worker
-
-        client: WorkerClient = InProcessWorker(make) if overlap else DirectWorker(make())
-        ready = made[0]
+        engine, ready = start_engine(settings, init, progress or (lambda _: None), overlap=overlap)
         scheduler = Scheduler(scheduler_options(settings, ready))
-        return cls(scheduler, Engine([client], ready.block_size), ready, overlap=overlap)
+        return cls(scheduler, engine, ready, overlap=overlap)
 
     @property
     def tokenizer_dir(self) -> Path:

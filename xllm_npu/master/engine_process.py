@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 import zmq
 
 from xllm_npu.config.settings import Settings
+from xllm_npu.execution.child import describe, follow_parent, read_line, speaks_for_itself
 from xllm_npu.log import setup_logging
 from xllm_npu.state.messages import (
     ClientMessage,
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 IDLE_POLL_MS = 1000
 INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
 EXIT_FAILED = 1
-STDIN = 0
 
 
 class Channel:
@@ -134,20 +133,6 @@ class EngineServer:
                 log.error("the scheduler's books do not agree, please report this: %s", error)
 
 
-def _follow_parent(directory: Path) -> None:
-    """End this process when standard input ends: the parent is gone, however it went, and leaves its directory."""
-    while os.read(STDIN, 1):  # not sys.stdin: the interpreter waits for its lock when it ends
-        pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(EXIT_FAILED)
-
-
-def _read_settings() -> bytes:
-    """The first line of standard input, without taking more than it."""
-    with open(STDIN, "rb", buffering=0, closefd=False) as stdin:
-        return stdin.readline()
-
-
 class ThrottledProgress:
     """Passes on at most ten reports a second, and every stage's first and last."""
 
@@ -166,21 +151,22 @@ class ThrottledProgress:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     directory = Path(sys.argv[1])
-    line = _read_settings()
+    line = read_line()
     if not line:  # the parent died before it said anything
         shutil.rmtree(directory, ignore_errors=True)
         return EXIT_FAILED
-    threading.Thread(target=_follow_parent, args=(directory,), name="parent", daemon=True).start()
+    follow_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
     settings = Settings.model_validate_json(line)
     setup_logging(settings.service.log_level)
     channel = Channel(directory)
     try:
         from xllm_npu.execution.process_setup import configure_process
 
-        configure_process(settings)  # before anything loads torch or numba
+        configure_process(settings, settings.parallel.tp_size)  # before anything loads torch or numba
+        from xllm_npu.execution.engine_start import local_init
         from xllm_npu.master.engine_loop import EngineLoop
 
-        loop = EngineLoop.create(settings, ThrottledProgress(channel))
+        loop = EngineLoop.create(settings, ThrottledProgress(channel), local_init(settings, str(directory)))
         freeze_start_up()
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
@@ -197,17 +183,6 @@ def freeze_start_up() -> None:
     """What loading left behind stays for good: the garbage collector need not look at it in every full pass."""
     gc.collect()
     gc.freeze()
-
-
-def describe(error: Exception) -> str:
-    """One sentence for people: our own errors speak for themselves, others are named."""
-    text = " ".join(str(error).split()) or "no details"
-    return text if speaks_for_itself(error) else f"{type(error).__name__}: {text}"
-
-
-def speaks_for_itself(error: Exception) -> bool:
-    """One of our own errors, whose message tells the user what to do; others need their traceback in the log."""
-    return type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")
 
 
 if __name__ == "__main__":

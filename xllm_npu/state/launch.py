@@ -16,6 +16,11 @@ class Slot(msgspec.Struct, frozen=True):
     device: int = -1  # the device's index on that machine; -1: the platform's default
 
 
+def local_slots(count: int, first_device: int = 0) -> list[Slot]:
+    """`count` ranks on this machine, on devices that follow each other."""
+    return [Slot(0, first_device + i) for i in range(count)]
+
+
 class EngineInit(msgspec.Struct, kw_only=True):
     """For an engine process: one data-parallel rank, with worker tp_rank 0 inside."""
 

@@ -72,6 +72,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     graph_sizes: list[int]
     load_seconds: float
     chunked_prefill: bool = True
+    ranks: int = 1  # devices of this engine
     tokenizer_dir: str = ""
     default_sampling: dict[str, float] = msgspec.field(default_factory=dict)  # from generation_config.json
 

@@ -28,16 +28,22 @@ class Shard:
     @classmethod
     def of(cls, config: ModelConfig, group: Group) -> Shard:
         size = group.size
-        if not divides(config, size):
-            works = [n for n in range(1, config.num_heads + 1) if divides(config, n)]
-            raise ShardingError(
-                f"tensor_parallel_size={size} cannot cut {config.architecture} with {config.num_heads} attention "
-                f"heads, {config.num_kv_heads} key/value heads, intermediate size {config.intermediate_size} and "
-                f"vocabulary {config.vocab_size}; sizes that work: {', '.join(map(str, works))}."
-            )
+        check_sharding(config, size)
         kv_count = min(size, config.num_kv_heads)
         return cls(group, config.num_heads // size, max(1, config.num_kv_heads // size), group.rank * kv_count // size,
                    kv_count)
+
+
+def check_sharding(config: ModelConfig, size: int) -> None:
+    """Raise ShardingError if the model cannot be cut over `size` ranks."""
+    if divides(config, size):
+        return
+    works = [n for n in range(1, config.num_heads + 1) if divides(config, n)]
+    raise ShardingError(
+        f"tp_size={size} cannot cut {config.architecture} with {config.num_heads} attention heads, "
+        f"{config.num_kv_heads} key/value heads, intermediate size {config.intermediate_size} and vocabulary "
+        f"{config.vocab_size}; sizes that work: {', '.join(map(str, works))}."
+    )
 
 
 def divides(config: ModelConfig, size: int) -> bool:

@@ -40,6 +40,7 @@ class CpuPlatform(Platform):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             graph="compile",
+            shared_memory=True,
             dtypes=("float32", "bfloat16", "float16"),
             default_block_size=128,
             default_tokens_per_batch=1024,  # about half a second of a 135M model on two cores: decodes wait for it
@@ -88,14 +89,14 @@ class CpuPlatform(Platform):
 
         return CompileBackend()
 
-    def configure_process(self, threads: int | None = None) -> None:
-        """threads: None for OMP_NUM_THREADS if set, else one for each core this process may use.
+    def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:
+        """threads: None for OMP_NUM_THREADS if set, else this rank's part of the cores this process may use.
 
         Variables that the user has set stay as they are, but for the thread count when `threads` is given.
         """
         if threads is not None and threads < 1:
             raise PlatformError(f"The number of threads must be at least 1, got {threads}.")
-        count = threads or _positive(os.environ.get("OMP_NUM_THREADS")) or topology.allowed_cores()
+        count = threads or _positive(os.environ.get("OMP_NUM_THREADS")) or max(1, topology.allowed_cores() // ranks)
         os.environ["OMP_NUM_THREADS"] = str(count)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; for builds with Intel's or LLVM's runtime

@@ -69,7 +69,7 @@ class CudaPlatform(AcceleratorPlatform):
             notes=("operators are torch's own until GPU kernels are bound",),
         )
 
-    def configure_process(self, threads: int | None = None) -> None:
+    def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -82,7 +82,7 @@ class NpuPlatform(AcceleratorPlatform):
             notes=("operators are torch's own until NPU kernels are bound",),
         )
 
-    def configure_process(self, threads: int | None = None) -> None:
+    def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:
         """Task queue and allocator defaults; the host's threads are few because the host only launches."""
         os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
         os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")

@@ -1,0 +1,41 @@
+"""What every child process of ours does: one line of orders on standard input, which then is the parent's sign of life;
+and how it says what went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+STDIN = 0
+EXIT_ORPHANED = 1
+
+
+def read_line() -> bytes:
+    """The first line, without taking more than it; empty if the parent died before it said anything."""
+    with open(STDIN, "rb", buffering=0, closefd=False) as stdin:
+        return stdin.readline()
+
+
+def follow_parent(last: Callable[[], None] = lambda: None) -> None:
+    """End this process when standard input ends: the parent is gone, however it went. `last` is called before."""
+
+    def follow() -> None:
+        while os.read(STDIN, 1):  # not sys.stdin: the interpreter waits for its lock when it ends
+            pass
+        last()
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
+def describe(error: BaseException) -> str:
+    """One sentence for people: our own errors speak for themselves, others are named."""
+    text = " ".join(str(error).split()) or "no details"
+    return text if speaks_for_itself(error) else f"{type(error).__name__}: {text}"
+
+
+def speaks_for_itself(error: BaseException) -> bool:
+    """One of our own errors, whose message tells the user what to do; others need their traceback in the log."""
+    return type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")

@@ -1,0 +1,103 @@
+"""From settings to an engine whose workers are all loaded: rank 0 in this process, the others in theirs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.engine import Engine
+from xllm_npu.execution.rank import Rank
+from xllm_npu.execution.worker import Worker
+from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
+from xllm_npu.execution.worker_group import WorkerGroup
+from xllm_npu.execution.worker_loader import Progress, load_worker
+from xllm_npu.state.launch import EngineInit, local_slots
+from xllm_npu.state.messages import EngineReady
+
+MIB = 2**20
+
+
+def local_init(settings: Settings, directory: str) -> EngineInit:
+    """All ranks on this machine, for a caller without a server around it."""
+    p, seed = settings.parallel, settings.execution.random_seed
+    return EngineInit(
+        settings=settings.model_dump_json(exclude_unset=True), requests="", outputs="", directory=directory,
+        seed=time.time_ns() if seed < 0 else seed,
+        slots=local_slots(p.tp_size * p.dp_size, max(settings.execution.device_id, 0)),
+    )
+
+
+def start_engine(settings: Settings, init: EngineInit | None, progress: Progress, *, overlap: bool
+                 ) -> tuple[Engine, EngineReady]:
+    """Raises what loading raises on any rank, or how a rank died. Nothing is left running then.
+
+    Without `init` all ranks are on this machine, and meet in a directory that goes when they are connected.
+    """
+    if init is not None:
+        return _start(settings, init, progress, overlap)
+    directory = tempfile.mkdtemp(prefix="xllm-npu-")
+    try:
+        return _start(settings, local_init(settings, directory), progress, overlap)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bool) -> tuple[Engine, EngineReady]:
+    if not init.rendezvous:
+        init.rendezvous = f"file://{init.directory}/rendezvous"
+    rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
+                slots=tuple(init.slots), rendezvous=init.rendezvous)
+    made: list[EngineReady] = []
+
+    def make() -> Worker:
+        loaded = load_worker(settings, rank, progress)
+        made.append(loaded.ready)
+        return loaded.worker
+
+    if settings.parallel.tp_size == 1:
+        worker = _one_worker(make, overlap)
+        return Engine(worker, None, made[0].block_size), made[0]
+    client, group = _several_workers(settings, init, make)
+    made[0].ranks = settings.parallel.tp_size
+    return Engine(client, group, made[0].block_size), made[0]
+
+
+def _one_worker(make: Callable[[], Worker], overlap: bool) -> WorkerClient:
+    if not overlap:
+        return DirectWorker(make())
+    client = InProcessWorker(make)
+    client.wait_made()
+    return client
+
+
+def _several_workers(
+    settings: Settings, init: EngineInit, make: Callable[[], Worker]
+) -> tuple[InProcessWorker, WorkerGroup]:
+    """Rank 0 has a thread of its own whatever the loop is: a thread that is stuck cannot be woken, its caller can."""
+    e = settings.execution
+    client: InProcessWorker | None = None
+
+    def on_failure(error: BaseException) -> None:
+        if client is not None:
+            client.fail(error)
+
+    group = WorkerGroup(init, settings.parallel.tp_size, settings.distributed.collective_timeout,
+                        e.input_shm_size * MIB if e.enable_shm else 0, on_failure)
+    try:
+        group.connect()
+        client = InProcessWorker(make)
+        if group.failure is not None:
+            raise group.failure
+        try:
+            client.wait_made()
+        except Exception as error:
+            raise group.cause(error) from error
+        group.busy_since = lambda: client.busy_since if client is not None else None
+        group.wait_ready()
+    except BaseException:
+        group.close()
+        raise
+    return client, group

@@ -1,0 +1,50 @@
+"""Where one worker stands: its ranks, its device, and how it meets the others. Derived from what it was told at start.
+
+Data-parallel ranks of a dense model share nothing, so each of them is a world of its own; those of a mixture-of-experts
+model hold different experts and form one world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xllm_models.config import ModelConfig
+from xllm_platform.parallel import ParallelInit
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.state.launch import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    seed: int  # for requests that give none; the same on all ranks
+    dp_rank: int = 0
+    tp_rank: int = 0
+    slot: Slot = field(default_factory=Slot)
+    slots: tuple[Slot, ...] = field(default_factory=lambda: (Slot(),))  # of all ranks
+    rendezvous: str = ""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this machine."""
+        return sum(s.node == self.slot.node for s in self.slots)
+
+    def parallel_init(self, settings: Settings, config: ModelConfig) -> ParallelInit:
+        p, timeout = settings.parallel, settings.distributed.collective_timeout
+        coupled = is_coupled(settings, config)
+        dp_size = p.dp_size if coupled else 1
+        return ParallelInit(
+            rank=(self.dp_rank if coupled else 0) * p.tp_size + self.tp_rank, world_size=dp_size * p.tp_size,
+            init_method=self.rendezvous if coupled else f"{self.rendezvous}{_own(self)}",
+            tp_size=p.tp_size, dp_size=dp_size, ep_size=p.ep_size, timeout_seconds=timeout + 60,
+        )
+
+
+def _own(rank: Rank) -> str:
+    """Worlds that share a rendezvous file would mix."""
+    return f"-{rank.dp_rank}" if rank.rendezvous.startswith("file://") else ""
+
+
+def is_coupled(settings: Settings, config: ModelConfig) -> bool:
+    """Do the data-parallel ranks run every step together?"""
+    return settings.parallel.dp_size > 1 and getattr(config, "moe", None) is not None

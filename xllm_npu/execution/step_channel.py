@@ -1,0 +1,93 @@
+"""One stream of steps from an engine to its worker processes, on this machine and on others.
+
+A ZeroMQ publisher: a step is encoded once and sent once, however many workers listen. Large ones lie in a ring of
+shared memory for workers on this machine, and only their place is sent. Every subscriber gets every step, in order.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import zmq
+
+from xllm_npu.execution.shm_ring import RingReader, RingWriter
+from xllm_npu.execution.step_message import StepInput
+from xllm_npu.execution.worker_messages import WorkerStop
+
+LARGE = 32 * 1024  # bytes; below, a socket is as fast
+ALL, NEAR, FAR = b"A", b"N", b"F"  # topics: whole for everybody; a place in the ring; whole for other machines
+_PLACE = struct.Struct("<QQ")
+
+
+class ChannelError(RuntimeError):
+    """Workers did not come; the message says how many."""
+
+
+class StepSender:
+    """Binds `endpoints`. `ring` is for the workers of this machine; `far` says whether there are others."""
+
+    def __init__(self, endpoints: list[str], ring: RingWriter | None, far: bool) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # every subscription is heard, not only the first of its topic
+        self._socket.set_hwm(0)  # at most two steps are ever on their way
+        for endpoint in endpoints:
+            if endpoint.startswith("tcp://["):
+                self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.bind(endpoint)
+        self._ring, self._far = ring, far
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def heard(self, wait_ms: int) -> int:
+        """How many workers have begun to listen since the last call; waits for the first."""
+        count = 0
+        while self._socket.poll(wait_ms):
+            count += self._socket.recv() == b"\x01" + ALL
+            wait_ms = 0
+        return count
+
+    def send(self, message: StepInput | WorkerStop) -> None:
+        data = self._encoder.encode(message)
+        if len(data) < LARGE or self._ring is None:
+            self._socket.send_multipart((ALL, data))
+            return
+        place = self._ring.write(data)
+        if place is None:  # a reader is behind by a whole ring
+            self._socket.send_multipart((ALL, data))
+            return
+        self._socket.send_multipart((NEAR, _PLACE.pack(*place)))
+        if self._far:
+            self._socket.send_multipart((FAR, data))
+
+    def close(self) -> None:
+        self._context.destroy(linger=200)
+        if self._ring is not None:
+            self._ring.close()
+
+
+class StepReceiver:
+    def __init__(self, endpoint: str, ring: RingReader | None) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set_hwm(0)
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(endpoint)
+        self._socket.subscribe(NEAR if ring is not None else FAR)
+        self._socket.subscribe(ALL)  # last: who hears of it knows of the other
+        self._ring = ring
+        self._decoder = msgspec.msgpack.Decoder(StepInput | WorkerStop)
+
+    def receive(self) -> StepInput | WorkerStop:
+        """The next step; waits for it."""
+        topic, data = self._socket.recv_multipart()
+        if topic == NEAR:
+            assert self._ring is not None
+            data = self._ring.read(*_PLACE.unpack(data))
+        return self._decoder.decode(data)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        if self._ring is not None:
+            self._ring.close()

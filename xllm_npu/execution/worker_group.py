@@ -1,0 +1,208 @@
+"""An engine's other workers: the processes of its tensor-parallel ranks 1 and up.
+
+Starts those that live on this machine (processes on others are started there and connect), sends them each step, and
+watches them: a process that ends, an error it reports, and collectives that wait for ever end up in `on_failure`, with
+one sentence that names the rank. Nothing of the group is left after `close`, nor when this process dies: its children
+follow their standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+from xllm_platform.progress import PROGRESS
+
+from xllm_npu.execution.hang import RankProgress, describe_hang
+from xllm_npu.execution.shm_ring import RingWriter
+from xllm_npu.execution.step_channel import ChannelError, StepSender
+from xllm_npu.execution.step_message import StepInput
+from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
+from xllm_npu.state.launch import EngineInit, WorkerInit
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 200
+STOP_SECONDS = 5.0
+CONNECT_SECONDS = 120.0  # for a worker process to start, torch imported
+
+
+class WorkerDied(RuntimeError):
+    """A worker process is gone or stuck; the message names it and says how."""
+
+
+class WorkerGroup:
+    def __init__(self, init: EngineInit, tp_size: int, collective_timeout: float, ring_bytes: int,
+                 on_failure: Callable[[BaseException], None]) -> None:
+        """Starts the processes. `on_failure` is called once, from a thread of the group's own."""
+        self._init, self._tp_size = init, tp_size
+        self._timeout, self._on_failure = collective_timeout, on_failure
+        self._slots = init.slots[init.dp_rank * tp_size : (init.dp_rank + 1) * tp_size]
+        near = [rank for rank in range(1, tp_size) if self._slots[rank].node == init.node]
+        directory = Path(init.directory)
+        self._endpoint = f"ipc://{directory}/steps-{init.dp_rank}"
+        self._reports_endpoint = f"ipc://{directory}/reports-{init.dp_rank}"
+        self._ring = RingWriter(ring_bytes, tp_size - 1) if ring_bytes and near else None
+        self._context = zmq.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._steps = StepSender([self._endpoint, *filter(None, [init.steps])], self._ring,
+                                 far=len(near) < tp_size - 1)
+        for endpoint in filter(None, (self._reports_endpoint, init.reports)):
+            self._reports.bind(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(WorkerReport)
+        self._processes = {rank: self._start(rank) for rank in near}
+        if self._ring is not None:
+            self._ring.release_absent({rank - 1 for rank in near})
+        self._progress: dict[int, RankProgress] = {}
+        self._ready: dict[int, WorkerReady] = {}
+        self._all_ready = threading.Event()
+        self._failed = threading.Event()
+        self._closing = False
+        self.failure: BaseException | None = None
+        self.busy_since: Callable[[], float | None] = lambda: None  # when the step that runs began, monotonic
+        self._watcher = threading.Thread(target=self._watch, name="workers", daemon=True)
+        self._watcher.start()
+
+    # Starting
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        init, fds = self._init, () if self._ring is None else (self._ring.fd,)
+        line = msgspec.json.encode(WorkerInit(
+            settings=init.settings, steps=self._endpoint, reports=self._reports_endpoint, seed=init.seed,
+            dp_rank=init.dp_rank, tp_rank=rank, slot=self._slots[rank], rendezvous=init.rendezvous, world=init.slots,
+            ring_fd=self._ring.fd if self._ring is not None else -1,
+        ))
+        process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,
+                                   pass_fds=fds)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already; the watcher says how
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+        return process
+
+    def connect(self) -> None:
+        """Until every worker listens for steps. Raises what went wrong instead."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        heard = 0
+        while heard < self._tp_size - 1:
+            if self.failure is not None:
+                raise self.failure
+            heard += self._steps.heard(POLL_MS)
+            if time.monotonic() > deadline:
+                raise ChannelError(f"{self._tp_size - 1 - heard} of {self._tp_size - 1} worker processes did not "
+                                   f"connect within {CONNECT_SECONDS:.0f} s.")
+
+    def wait_ready(self) -> list[WorkerReady]:
+        """Until every worker has loaded. Raises what went wrong instead."""
+        while not self._all_ready.wait(POLL_MS / 1000):
+            if self.failure is not None:
+                raise self.failure
+        return [self._ready[rank] for rank in sorted(self._ready)]
+
+    # Steps
+
+    def send(self, step: StepInput) -> None:
+        self._steps.send(step)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What made rank 0 fail with `error`: the death of another rank, if one is found within a second."""
+        return self.failure if self._failed.wait(1.0) and self.failure is not None else error
+
+    # Watching
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._reports.fileno(), select.POLLIN)
+        fds = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        try:
+            while not self._closing and self.failure is None:
+                ended = [fds[fd] for fd, _ in poller.poll(POLL_MS) if fd in fds]
+                self._read_reports()
+                if ended and not self._closing and self.failure is None:
+                    self._fail(WorkerDied(self._death(ended[0])))
+                self._check_hang()
+        except Exception as error:  # without a watcher nothing would be noticed again
+            log.exception("the workers cannot be watched")
+            self._fail(error)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _read_reports(self) -> None:
+        while int(self._reports.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            report = self._decoder.decode(self._reports.recv())
+            if isinstance(report, WorkerStatus):
+                self._progress[report.rank] = RankProgress(report.entered, report.left, time.monotonic())
+            elif isinstance(report, WorkerReady):
+                self._ready[report.rank] = report
+                if len(self._ready) == self._tp_size - 1:
+                    self._all_ready.set()
+            else:
+                self._fail_with(report)
+
+    def _fail_with(self, report: WorkerFailed) -> None:
+        if report.traceback:
+            log.debug("%s", report.traceback)
+        self._fail(WorkerDied(f"{self._name(report.rank)}: {report.message}"))
+
+    def _check_hang(self) -> None:
+        since = self.busy_since()
+        if since is None or self.failure is not None or time.monotonic() - since < self._timeout:
+            return
+        own = RankProgress(PROGRESS.entered, PROGRESS.left, time.monotonic())
+        first = self._init.dp_rank * self._tp_size
+        found = {first + rank: self._progress.get(rank) for rank in range(1, self._tp_size)}
+        self._fail(WorkerDied(describe_hang({first: own, **found}, self._timeout, time.monotonic())))
+
+    def _death(self, rank: int) -> str:
+        process = self._processes[rank]
+        code = process.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self._name(rank)} (pid {process.pid}) {how}."
+
+    def _name(self, rank: int) -> str:
+        return f"The worker process of rank {self._init.dp_rank * self._tp_size + rank}"
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._failed.set()
+        self._on_failure(error)
+
+    # Ending
+
+    def close(self) -> None:
+        """Ask the processes to end, and make sure. Harmless when called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.failure is None:
+            self._steps.send(WorkerStop())
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        deadline = time.monotonic() + (STOP_SECONDS if self.failure is None else 0)
+        for process in self._processes.values():
+            try:
+                process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        self._steps.close()
+        self._context.destroy(linger=0)

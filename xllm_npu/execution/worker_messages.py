@@ -1,0 +1,41 @@
+"""What worker processes tell their engine, beside computing: msgspec structs, one a message.
+
+Steps go the other way as `StepInput` through step_channel.py; `WorkerStop` ends their stream.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerStop(msgspec.Struct, tag=True, array_like=True):
+    """No step follows."""
+
+
+class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """Loaded, warm, and waiting for steps."""
+
+    rank: int  # among the engine's tensor-parallel ranks
+    pid: int
+    device: str
+    weight_bytes: int
+    load_seconds: float
+
+
+class WorkerStatus(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """Sent several times a second for as long as the process runs, whatever its computing thread does."""
+
+    rank: int
+    entered: int  # collectives, see xllm_platform.progress
+    left: int
+
+
+class WorkerFailed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """The process is about to exit. One sentence for people; the traceback unless the error is one of ours."""
+
+    rank: int
+    message: str
+    traceback: str = ""
+
+
+WorkerReport = WorkerReady | WorkerStatus | WorkerFailed

@@ -1,0 +1,118 @@
+"""A worker process: `python -m xllm_npu.execution.worker_process`, one device of an engine that has several.
+
+Its standard input carries one line of `WorkerInit` and then stays open for as long as its parent lives: when it ends,
+so does this process, whatever it is doing. Steps arrive on one ZeroMQ socket; readiness, signs of life and failures
+leave on another. What it computes reaches the engine through the collectives of its group only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import msgspec
+import zmq
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.child import describe, follow_parent, read_line, speaks_for_itself
+from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
+from xllm_npu.log import setup_logging
+from xllm_npu.state.launch import WorkerInit
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 0.5
+EXIT_FAILED = 1
+
+
+class Reporter:
+    """The way to the engine; one thread at a time."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(1000)  # signs of life that nobody reads are not kept for ever
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(endpoint)
+        self._lock = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, report: WorkerReport, wait: bool = True) -> None:
+        with self._lock:
+            try:
+                self._socket.send(self._encoder.encode(report), 0 if wait else zmq.NOBLOCK)
+            except zmq.Again:
+                return  # the engine reads nothing: its own end is noticed elsewhere
+
+    def close(self) -> None:
+        with self._lock:
+            self._context.destroy(linger=1000)
+
+
+def _send_status(reporter: Reporter, rank: int, ended: threading.Event) -> None:
+    from xllm_platform.progress import PROGRESS
+
+    while not ended.wait(STATUS_SECONDS):
+        left, entered = PROGRESS.left, PROGRESS.entered  # in this order: entered is never behind left
+        reporter.send(WorkerStatus(rank=rank, entered=entered, left=left), wait=False)
+
+
+def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
+    """Load, then run steps until told to stop."""
+    from xllm_npu.execution.rank import Rank
+    from xllm_npu.execution.shm_ring import RingReader
+    from xllm_npu.execution.step_channel import StepReceiver
+
+    ring = RingReader(init.ring_fd, init.tp_rank - 1) if init.ring_fd >= 0 else None
+    steps = StepReceiver(init.steps, ring)
+    from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
+
+    rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
+                rendezvous=init.rendezvous)
+    loaded = load_worker(settings, rank, lambda _: None)
+    reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
+                              weight_bytes=loaded.ready.weight_bytes, load_seconds=loaded.ready.load_seconds))
+    while not isinstance(step := steps.receive(), WorkerStop):
+        loaded.worker.execute(step)
+    steps.close()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent
+    line = read_line()
+    if not line:
+        return EXIT_FAILED
+    follow_parent()
+    init = msgspec.json.decode(line, type=WorkerInit)
+    settings = Settings.model_validate_json(init.settings)
+    setup_logging(settings.service.log_level)
+    reporter, ended = Reporter(init.reports), threading.Event()
+    try:
+        from xllm_npu.execution.plugins import load_plugins
+        from xllm_npu.execution.process_setup import configure_process
+
+        here = sum(s.node == init.slot.node for s in init.world)
+        configure_process(settings, here)  # before anything loads torch or numba
+        load_plugins()
+        threading.Thread(target=_send_status, args=(reporter, init.tp_rank, ended), name="status", daemon=True).start()
+        serve(init, settings, reporter)
+    except Exception as error:
+        log.log(logging.DEBUG if speaks_for_itself(error) else logging.ERROR, "the worker failed", exc_info=True)
+        reporter.send(WorkerFailed(rank=init.tp_rank, message=describe(error), traceback=traceback.format_exc()))
+        return EXIT_FAILED
+    finally:
+        ended.set()
+        reporter.close()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code)
