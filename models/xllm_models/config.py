@@ -15,6 +15,7 @@ from typing import Any
 
 from xllm_models.config_defaults import complete
 from xllm_models.config_keys import ConfigKeys, ModelConfigError, architecture_of, read_json
+from xllm_models.moe_config import MoeConfig, read_moe
 from xllm_models.rope_config import ROPE_TYPES, RopeConfig, read_local_rope, read_rope
 
 __all__ = [
@@ -31,6 +32,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _GEMMA = ("gemma2", "gemma3_text")
 _SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every so-manieth layer sees everything
+_WINDOW_SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # "use_sliding_window" decides
+_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    moe: MoeConfig | None = None  # None: every layer has a plain MLP
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # keys read nowhere above
 
     @property
@@ -151,7 +155,7 @@ class ModelConfig:
             attention_bias=qkv_bias,
             attention_output_bias=output_bias,
             mlp_bias=keys.flag("mlp_bias"),
-            qk_norm=model_type in ("qwen3", "gemma3_text") or (model_type == "glm4_moe" and keys.flag("use_qk_norm")),
+            qk_norm=model_type in _QK_NORM or (model_type == "glm4_moe" and keys.flag("use_qk_norm")),
             sliding_window=window,
             layer_sliding_windows=layer_windows,
             rope=rope,
@@ -172,6 +176,7 @@ class ModelConfig:
             bos_token_id=next(iter(keys.ids("bos_token_id")), None),
             pad_token_id=next(iter(keys.ids("pad_token_id")), None),
             generation=_generation_defaults(generation_keys),
+            moe=read_moe(keys, model_type, num_layers),
             raw=config,
         )
 
@@ -222,7 +227,9 @@ def _attention_biases(keys: ConfigKeys, model_type: str) -> tuple[bool, bool]:
     """(on q, k and v; on the output). Qwen2 has the first always, whatever its configuration says."""
     if model_type == "qwen2":
         return True, False
-    if model_type == "mistral":
+    if model_type == "qwen2_moe":
+        return keys.flag("qkv_bias", True), False
+    if model_type in ("mistral", "mixtral"):
         return False, False
     if model_type == "phi3":
         return False, False
@@ -241,7 +248,7 @@ def _check_factors(keys: ConfigKeys, rope: RopeConfig, head_dim: int) -> None:
 def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[int, tuple[int, ...]]:
     """(the window, each layer's); 0 is none. Llama has none, though some of its files carry the key."""
     everywhere = (0,) * num_layers
-    if model_type == "llama" or (model_type in ("qwen2", "qwen3") and not keys.flag("use_sliding_window")):
+    if model_type == "llama" or (model_type in _WINDOW_SWITCHED and not keys.flag("use_sliding_window")):
         if "sliding_attention" in (keys.get("layer_types") or ()) and model_type != "llama":
             problem = 'has sliding_attention layers, but "use_sliding_window" is not true.'
             raise keys.error("layer_types", problem)
@@ -249,7 +256,7 @@ def _sliding_windows(keys: ConfigKeys, model_type: str, num_layers: int) -> tupl
     if keys.get("sliding_window") is None:
         return 0, everywhere
     window = keys.count("sliding_window")
-    if model_type in ("mistral", "phi3"):  # every layer; transformers ignores their layer_types
+    if model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # every layer; transformers ignores their layer_types
         return window, (window,) * num_layers
     sliding = _sliding_layers(keys, model_type, num_layers)
     return window, tuple(window if slides else 0 for slides in sliding)
@@ -262,6 +269,8 @@ def _sliding_layers(keys: ConfigKeys, model_type: str, num_layers: int) -> list[
             every = keys.count("sliding_window_pattern", _SLIDING_PATTERN[model_type])
             return [(layer + 1) % every != 0 for layer in range(num_layers)]
         first = keys.get("max_window_layers") or 0
+        if model_type == "qwen2_moe":  # every other layer below that one
+            return [layer % 2 == 0 and layer < first for layer in range(num_layers)]
         return [layer >= first for layer in range(num_layers)]
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
         problem = f"must name the attention of all {num_layers} layers, not {layer_types!r}."

@@ -21,8 +21,11 @@ _GLM = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": 4096},
+    "mixtral": {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "qwen2_moe": {"sliding_window": 4096, "max_window_layers": 28},
+    "qwen3_moe": {"sliding_window": 4096},
     "phi3": {
         "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,

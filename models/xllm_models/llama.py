@@ -20,6 +20,7 @@ from xllm_models.forward_input import ForwardInput
 from xllm_models.layers.decoder import DecoderLayer, RMSNorm
 from xllm_models.layers.embedding import LogitsHead, VocabEmbedding
 from xllm_models.layers.linear import ParallelLinear
+from xllm_models.layers.moe import StepTokens
 from xllm_models.layers.rotary import RotaryTable
 from xllm_models.layers.sharding import Shard
 from xllm_models.placement import Placement
@@ -40,10 +41,12 @@ class LlamaForCausalLM(nn.Module):
         self.config, self.dtype, self.device = config, dtype, device
         self.storage_dtype = storage_dtype or dtype
         self.shard = Shard.of(config, parallel.tp)
+        self.step = StepTokens()
         group = parallel.tp
         self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, group, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.shard, ops=ops, dtype=dtype, device=device) for i in range(config.num_layers))
+            DecoderLayer(config, i, self.shard, parallel, self.step, ops=ops, dtype=dtype, device=device)
+            for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops=ops, dtype=dtype, device=device)
         tied = self.embedding.weight if config.tie_word_embeddings else None
         self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype, device=device)
@@ -96,6 +99,7 @@ class LlamaForCausalLM(nn.Module):
     def _run(self, layers: nn.ModuleList | list[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
              input: ForwardInput) -> torch.Tensor:
         self.rotary.reserve(input.attention.max_seq_len)
+        self.step.counts = input.dp_tokens
         hidden, residual, cos_sin = self.embedding(input.token_ids), None, self.rotary.cos_sin
         for layer in layers:
             hidden, residual = layer(hidden, residual, input.positions, cos_sin)

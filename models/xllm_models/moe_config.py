@@ -1,11 +1,15 @@
 """The mixture-of-experts part of a model's configuration: how tokens choose experts and what an expert is.
 
-Read from config.json by `ModelConfig`; knows no weights and no ranks.
+Read from config.json by `ModelConfig`, with one small reader a model type; knows no weights and no ranks. An absent
+key takes the value that transformers gives it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from xllm_models.config_keys import ConfigKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +22,69 @@ class MoeConfig:
     normalize: bool = True  # the chosen weights sum to one
     scaling_factor: float = 1.0  # on the chosen weights, after normalising
     correction_bias: bool = False  # a learned bias per expert decides who is chosen, not how much it weighs
+    float32_logits: bool = False  # the router's product is float32 whatever the model's dtype is
     num_groups: int = 1  # experts lie in this many equal groups
     top_groups: int = 1  # and only this many groups may be chosen from
     group_score: str = "max"  # a group's score: max | top2_sum of its experts' scores
     shared_intermediate_size: int = 0  # width of the experts that every token visits, together; 0: none
     shared_gate: bool = False  # a sigmoid gate on the shared experts' output
     bias: bool = False  # on the router and on the experts' matrices
-    activation: str = "silu"  # silu | clamped_swiglu (gpt-oss)
+    activation: str = ""  # of an expert: "" is the model's hidden_act | clamped_swiglu (gpt-oss)
+
+
+def read_moe(keys: ConfigKeys, model_type: str, num_layers: int) -> MoeConfig | None:
+    """None: every layer of this model type has a plain MLP."""
+    reader = _READERS.get(model_type)
+    if reader is None:
+        return None
+    moe = reader(keys, num_layers)
+    if moe.top_k > moe.num_experts:
+        raise keys.error("num_experts_per_tok", f"is {moe.top_k}, and there are {moe.num_experts} experts.")
+    if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups:
+        problem = f"is {moe.num_groups}, which must divide the {moe.num_experts} experts and be at least topk_group."
+        raise keys.error("n_group", problem)
+    return moe if any(moe.layers) else None
+
+
+def expert_count(keys: ConfigKeys, default: int) -> int:
+    """transformers writes some model types' num_experts as num_local_experts since 5.0."""
+    name = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
+    return keys.count(name, default)
+
+
+def _qwen3_moe(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=expert_count(keys, 128), top_k=keys.count("num_experts_per_tok", 8),
+        intermediate_size=keys.count("moe_intermediate_size", 768), layers=_qwen_layers(keys, num_layers),
+        normalize=keys.flag("norm_topk_prob"),
+    )
+
+
+def _qwen2_moe(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=expert_count(keys, 60), top_k=keys.count("num_experts_per_tok", 4),
+        intermediate_size=keys.count("moe_intermediate_size", 1408), layers=_qwen_layers(keys, num_layers),
+        normalize=keys.flag("norm_topk_prob"),
+        shared_intermediate_size=keys.count("shared_expert_intermediate_size", 5632), shared_gate=True,
+    )
+
+
+def _qwen_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
+    step, plain = keys.count("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
+    if not isinstance(plain, list):
+        raise keys.error("mlp_only_layers", f"must be a list of layers, not {plain!r}.")
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _mixtral(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=expert_count(keys, 8), top_k=keys.count("num_experts_per_tok", 2),
+        intermediate_size=keys.count("intermediate_size", 14336), layers=(True,) * num_layers,
+    )
+
+
+_READERS: dict[str, Callable[[ConfigKeys, int], MoeConfig]] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+}

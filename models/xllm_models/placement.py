@@ -15,9 +15,9 @@ import torch
 
 @dataclass(slots=True, frozen=True)
 class Placement:
-    param: torch.nn.Parameter  # local to this rank; already of its final dtype and device
+    param: torch.Tensor  # local to this rank; already of its final dtype and device
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    dest: tuple[slice, ...] = ()  # region of `param` it fills; () is all of it
+    dest: tuple[slice | int, ...] = ()  # region of `param` it fills; () is all of it
     shard_dim: int | None = None  # dimension split over ranks; None: every rank reads the whole
     shard_index: int = 0  # which of `shard_count` equal parts is ours (KV heads: several ranks may share one)
     shard_count: int = 1

@@ -18,8 +18,11 @@ from xllm_models.llama import LlamaForCausalLM
 _MODELS = {
     "LlamaForCausalLM": "xllm_models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "xllm_models.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "xllm_models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "xllm_models.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "xllm_models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "xllm_models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "xllm_models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

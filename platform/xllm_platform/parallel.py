@@ -34,6 +34,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """How tokens reach the experts of other ranks; the same on every rank."""
+
+    all_to_all: bool = False  # rows go to their experts' ranks; else every rank sees all rows
+    redundant: int = 0  # spare places a rank, for copies of busy experts
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelInit:
     """What a worker process is told when it starts."""
 
@@ -44,6 +52,7 @@ class ParallelInit:
     dp_size: int = 1
     ep_size: int = 1
     timeout_seconds: float = 300.0
+    experts: ExpertExchange = ExpertExchange()
 
     def check(self) -> None:
         """Raise PlatformError, naming the sizes, if they do not fit together."""
@@ -71,6 +80,7 @@ class ParallelState:
     dp: Group  # same part of the matrices, other requests
     ep: Group  # same part of an expert's matrices, other experts
     moe_tp: Group  # shares the matrices of one set of experts
+    experts: ExpertExchange = ExpertExchange()
 
     @classmethod
     def single(cls) -> ParallelState:
@@ -107,7 +117,8 @@ class ParallelState:
                 f"rank {init.rank} of {init.world_size} could not join the others at "
                 f"{init.init_method} with {backend}: {error}"
             ) from error
-        return cls(**{name: _join(init, parts, dist, timeout) for name, parts in partitions(init).items()})
+        groups = {name: _join(init, parts, dist, timeout) for name, parts in partitions(init).items()}
+        return cls(**groups, experts=init.experts)
 
     def shutdown(self) -> None:
         """Leave the groups. Harmless for `single()` and when called twice."""

@@ -7,10 +7,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from xllm_models.config import ModelConfig
 from xllm_models.registry import UnsupportedModelError, build_model, get_model_class, register_model
@@ -27,6 +33,7 @@ SMALL = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied-biased": (LlamaForCausalLM, LlamaConfig, {
@@ -43,6 +50,13 @@ CASES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral-windowed": (MistralForCausalLM, MistralConfig, {"sliding_window": 12}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5, "sliding_window": 12}),
+    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, {
+        **EXPERTS, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 12,
+        "max_window_layers": 2}),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-some-layers": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {
+        **EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
 }
 
 

@@ -115,5 +115,5 @@ def test_key_value_heads_are_split_then_shared(size, kv):
 
 def test_impossible_sizes_name_those_that_work():
     config = two_kv_heads()
-    with pytest.raises(ShardingError, match=r"tensor_parallel_size=3.*work: 1, 2, 4\."):
+    with pytest.raises(ShardingError, match=r"tp_size=3.*work: 1, 2, 4\."):
         Shard.of(config, Group((0, 1, 2), 0))

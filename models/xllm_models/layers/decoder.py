@@ -1,7 +1,8 @@
-"""One transformer layer: attention and a gated MLP, each behind an RMS norm, with the residual carried beside.
+"""One transformer layer: attention and an MLP, each behind an RMS norm, with the residual carried beside.
 
-Everything that differs between layers of a model is in buffers, not in Python values, so that torch.compile traces
-the layer once for all depths. Knows the attention backend by its interface only, and no checkpoint but its names.
+The configuration says whether the MLP is a gated or a sparse one. Everything that differs between layers of a kind is
+in buffers, not in Python values, so that torch.compile traces a kind once for all depths. Knows the attention backend
+by its interface only, and no checkpoint but its names.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from xllm_platform.parallel import ParallelState
 
 from xllm_models.attention.base import AttentionBackend, LayerAttention
 from xllm_models.config import ModelConfig
 from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
+from xllm_models.layers.mlp import GatedMLP
+from xllm_models.layers.moe import SparseMoe, StepTokens
 from xllm_models.layers.sharding import Shard
 from xllm_models.placement import Placement
 
@@ -88,39 +92,27 @@ class Attention(nn.Module):
         return self.backend.forward(self.spec, query, key, value)
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard, **kind: object) -> None:
-        super().__init__()
-        self.ops: ModuleType = kind["ops"]  # type: ignore[assignment]
-        self.activation = self.ops.ACTIVATIONS[config.hidden_act]
-        group = shard.group
-        self.gate_up = FusedColumnLinear(config.hidden_size, [
-            ("gate_proj", config.intermediate_size, group.rank, group.size),
-            ("up_proj", config.intermediate_size, group.rank, group.size),
-        ], config.mlp_bias, **kind)  # type: ignore[arg-type]
-        self.down = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, group,
-                              **kind)  # type: ignore[arg-type]
-
-    def placements(self, prefix: str) -> dict[str, Placement]:
-        return self.gate_up.placements(prefix) | self.down.placements(f"{prefix}down_proj")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.ops.act_and_mul(self.gate_up(x), self.activation))
-
-
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, shard: Shard, **kind: object) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, shard: Shard, parallel: ParallelState, step: StepTokens, **kind: object
+    ) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
         self.attention = Attention(config, layer, shard, **kind)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
-        self.mlp = GatedMLP(config, shard, **kind)
+        self.mlp: GatedMLP | SparseMoe
+        self.mlp_name = "mlp"
+        if config.moe is not None and config.moe.layers[layer]:
+            self.mlp = SparseMoe(config, layer, parallel, step=step, **kind)  # type: ignore[arg-type]
+            self.mlp_name = self.mlp.names.block
+        else:
+            self.mlp = GatedMLP(config, shard, **kind)  # type: ignore[arg-type]
 
     def placements(self, prefix: str) -> dict[str, Placement]:
         return (self.input_norm.placements(f"{prefix}input_layernorm")
                 | self.attention.placements(f"{prefix}self_attn.")
                 | self.mlp_norm.placements(f"{prefix}post_attention_layernorm")
-                | self.mlp.placements(f"{prefix}mlp."))
+                | self.mlp.placements(f"{prefix}{self.mlp_name}."))
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor

@@ -103,8 +103,12 @@ class RowLinear(ParallelLinear):
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
+        y = self.partial(x)
         return y if self.group.size == 1 else all_reduce(y, self.group)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand."""
+        return super().forward(x)
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

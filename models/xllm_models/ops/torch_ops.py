@@ -9,6 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from xllm_models.ops.torch_moe import gated, moe_experts, route
+
+__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "pack_linear",
+           "rms_norm", "rotary", "route"]
+
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu",
     "gelu": "gelu",
@@ -66,10 +71,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: i
 
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """x [T, 2N], gate then up -> activation(gate) * up, [T, N]. activation: silu, gelu, gelu_tanh."""
-    gate, up = x.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    return gated(x, activation)
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,125 @@
+"""The sparse MLP: a router, experts of which each token visits a few, and experts that all tokens share.
+
+All data-parallel ranks run it together: every rank sees the rows of all of them, works for those that visit its
+experts, and the sum over the world is everybody's result. To torch.compile the layer is one opaque operator.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from types import ModuleType
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from xllm_platform.collectives import all_gather, all_reduce
+from xllm_platform.parallel import ParallelState
+
+from xllm_models.config import ModelConfig
+from xllm_models.layers.expert_names import ExpertNames, expert_names
+from xllm_models.layers.experts import Experts
+from xllm_models.layers.linear import ParallelLinear
+from xllm_models.layers.mlp import GatedMLP
+from xllm_models.layers.router import Router
+from xllm_models.layers.sharding import ExpertSharding, Shard
+from xllm_models.placement import Placement
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """What the layers of one model have to know of the step beside their rows; the model sets it before each."""
+
+    counts: tuple[int, ...] = ()  # rows of each data-parallel rank; (): there is one rank
+
+
+class SparseMoe(nn.Module):
+    handle: torch.Tensor
+
+    def __init__(
+        self, config: ModelConfig, layer: int, parallel: ParallelState, *, ops: ModuleType, dtype: torch.dtype,
+        device: torch.device, names: ExpertNames | None = None, step: StepTokens | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe, self.layer, self.parallel = config.moe, layer, parallel
+        self.names, self.step = names or expert_names(config.model_type), step or StepTokens()
+        self.router = Router(config.moe, config.hidden_size, ops=ops, dtype=dtype, device=device)
+        sharding = ExpertSharding.of(config, parallel)
+        self.experts = Experts(config, sharding, self.names, ops=ops, dtype=dtype, device=device)
+        self.shared = self.shared_gate = None
+        if config.moe.shared_intermediate_size:
+            self.shared = GatedMLP(config, Shard.of(config, parallel.tp), config.moe.shared_intermediate_size, ops=ops,
+                                   dtype=dtype, device=device)
+        if config.moe.shared_gate:
+            self.shared_gate = ParallelLinear(config.hidden_size, 1, False, ops=ops, dtype=dtype, device=device)
+        number = next(_numbers)
+        self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
+        _layers[number] = self
+
+    def placements(self, prefix: str) -> dict[str, Placement]:
+        """`prefix` ends with the block's name (see ExpertNames) and a dot."""
+        names = self.names
+        found = self.router.placements(f"{prefix}{names.router}", f"{prefix}{names.correction_bias}")
+        found |= self.experts.placements(prefix)
+        if self.shared is not None:
+            found |= self.shared.placements(f"{prefix}{names.shared}.")
+        if self.shared_gate is not None:
+            gate = self.shared_gate
+            found[f"{prefix}{names.shared_gate}.weight"] = Placement(gate.weight, (1, gate.in_features))
+        return found
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, N] -> [T, N]. Overwrites nothing."""
+        if torch.compiler.is_compiling():
+            return torch.ops.xllm_models.moe(hidden, self.handle)
+        return self.compute(hidden)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        counts, mine = self.step.counts, self.parallel.dp.rank
+        if len(counts) < 2:
+            weights, ids = self.router(hidden)
+            out = self._with_shared(self.experts(hidden, ids, weights), hidden)
+            return all_reduce(out, self.parallel.world)
+        # Rows beyond our count pad a graph's input. Each rank's rows lie padded to the longest rank's.
+        longest, count = max(counts), counts[mine]
+        rows = hidden[:count]
+        gathered = all_gather(F.pad(rows, (0, 0, 0, longest - count)), self.parallel.dp)
+        weights, ids = self.router(gathered)
+        for rank, n in enumerate(counts):
+            ids[rank * longest + n : (rank + 1) * longest] = -1
+        out = self.experts(gathered, ids, weights)
+        begin = mine * longest
+        out[begin : begin + count] = self._with_shared(out[begin : begin + count], rows)
+        out = all_reduce(out, self.parallel.world)[begin : begin + count]
+        return F.pad(out, (0, 0, 0, hidden.shape[0] - count))
+
+    def _with_shared(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """`out` and this rank's summand of the shared experts' result, both [T, N]."""
+        if self.shared is None:
+            return out
+        shared = self.shared.partial(hidden)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(hidden))
+        return out + shared
+
+
+_numbers = itertools.count()
+_layers: WeakValueDictionary[int, SparseMoe] = WeakValueDictionary()
+
+_library = torch.library.Library("xllm_models", "FRAGMENT")
+_library.define("moe(Tensor hidden, Tensor handle) -> Tensor")
+
+
+def _moe(hidden: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """A number in a tensor stands for the layer, so that one trace serves all depths."""
+    return _layers[int(handle)].compute(hidden)
+
+
+def _moe_shape(hidden: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+_library.impl("moe", _moe, "CompositeExplicitAutograd")
+torch.library.register_fake("xllm_models::moe", _moe_shape, lib=_library)
