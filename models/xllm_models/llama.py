@@ -7,7 +7,7 @@ host work, which a captured graph must not contain.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
@@ -17,16 +17,19 @@ from xllm_platform.parallel import ParallelState
 from xllm_models.attention.base import AttentionBackend, AttentionSpec
 from xllm_models.config import ModelConfig
 from xllm_models.forward_input import ForwardInput
-from xllm_models.layers.decoder import DecoderLayer, RMSNorm
+from xllm_models.layers.decoder import DecoderLayer
 from xllm_models.layers.embedding import LogitsHead, VocabEmbedding
 from xllm_models.layers.linear import ParallelLinear
 from xllm_models.layers.moe import StepTokens
+from xllm_models.layers.norm import RMSNorm
 from xllm_models.layers.rotary import RotaryTable
 from xllm_models.layers.sharding import Shard
 from xllm_models.placement import Placement
 
 
 class LlamaForCausalLM(nn.Module):
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(
         self,
         config: ModelConfig,
@@ -45,12 +48,14 @@ class LlamaForCausalLM(nn.Module):
         group = parallel.tp
         self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, group, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.shard, parallel, self.step, ops=ops, dtype=dtype, device=device)
+            self.layer_class(config, i, self.shard, parallel, self.step, ops=ops, dtype=dtype, device=device)
             for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops=ops, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm, ops=ops, dtype=dtype, device=device)
         tied = self.embedding.weight if config.tie_word_embeddings else None
         self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype, device=device)
-        self.rotary = RotaryTable(config.rope, config.head_dim, device)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.rotaries = [RotaryTable(rope, config.head_dim, device, config.max_context_length) for rope in ropes]
+        self.layer_rotaries = [self.rotaries[-1 if window else 0] for window in self.sliding_windows]
 
     @property
     def sliding_windows(self) -> tuple[int, ...]:
@@ -68,7 +73,8 @@ class LlamaForCausalLM(nn.Module):
         """Once, after loading: round to the storage dtype if it is narrower, and pack matrices one at a time."""
         if self.storage_dtype != self.dtype:
             for parameter in self.parameters():
-                parameter.data.copy_(parameter.data.to(self.storage_dtype))
+                if not getattr(parameter, "exact", False):
+                    parameter.data.copy_(parameter.data.to(self.storage_dtype))
         for module in self._linears():
             module.finalize()
 
@@ -80,6 +86,11 @@ class LlamaForCausalLM(nn.Module):
     def _linears(self) -> list[ParallelLinear]:
         return [module for module in self.modules() if isinstance(module, ParallelLinear)]
 
+    @property
+    def attention_needs(self) -> frozenset[str]:
+        """What of AttentionBackend.features the layers use."""
+        return frozenset(need for layer in self.layers for need in layer.attention.spec.needs)  # type: ignore[union-attr]
+
     def attention_spec(self, block_size: int) -> AttentionSpec:
         return AttentionSpec(self.config.num_layers, self.shard.num_heads, self.shard.num_kv_heads,
                              self.config.head_dim, block_size, self.storage_dtype, self.device)
@@ -89,21 +100,28 @@ class LlamaForCausalLM(nn.Module):
             layer.attention.backend = backend  # type: ignore[union-attr]
 
     def reserve_positions(self, max_positions: int) -> None:
-        """Build the rotary table once for all; without it the table grows when a longer sequence comes."""
-        self.rotary.reserve(max_positions)
+        """Build the rotary tables once for all; without it they grow when a longer sequence comes."""
+        for rotary in self.rotaries:
+            rotary.limit(max_positions)
 
     def forward(self, input: ForwardInput) -> torch.Tensor:
         """-> [T, hidden], after the final norm."""
         return self._run(self.layers, input)
 
-    def _run(self, layers: nn.ModuleList | list[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
-             input: ForwardInput) -> torch.Tensor:
-        self.rotary.reserve(input.attention.max_seq_len)
+    def _run(
+        self, layers: Iterable[Callable[..., tuple[torch.Tensor, torch.Tensor]]], input: ForwardInput
+    ) -> torch.Tensor:
         self.step.counts = input.dp_tokens
-        hidden, residual, cos_sin = self.embedding(input.token_ids), None, self.rotary.cos_sin
-        for layer in layers:
-            hidden, residual = layer(hidden, residual, input.positions, cos_sin)
+        for rotary in self.rotaries:
+            rotary.reserve(input.attention.max_seq_len)
+        hidden, residual = self.embed(input.token_ids), None
+        for layer, rotary in zip(layers, self.layer_rotaries):
+            hidden, residual = layer(hidden, residual, input.positions, rotary.cos_sin)
         return self.norm(hidden, residual)[0]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden]"""
+        return self.embedding(token_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> [S, vocab] float32."""
@@ -111,7 +129,7 @@ class LlamaForCausalLM(nn.Module):
 
     def compile_decode(self) -> Callable[[ForwardInput], torch.Tensor]:
         """`forward` with the layers compiled: one trace for all depths, and one for the first (no residual)."""
-        step = torch.compile(DecoderLayer.forward, fullgraph=True)
+        step = torch.compile(self.layer_class.forward, fullgraph=True)
 
         def layer_of(layer: DecoderLayer) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             return lambda *args: step(layer, *args)

@@ -16,9 +16,14 @@ from xllm_models.config import ModelConfig
 from xllm_models.llama import LlamaForCausalLM
 
 _MODELS = {
+    "Gemma2ForCausalLM": "xllm_models.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "xllm_models.gemma:Gemma3ForCausalLM",
+    "Glm4ForCausalLM": "xllm_models.glm4:Glm4ForCausalLM",
+    "GlmForCausalLM": "xllm_models.glm4:GlmForCausalLM",
     "LlamaForCausalLM": "xllm_models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "xllm_models.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "xllm_models.mixtral:MixtralForCausalLM",
+    "Phi3ForCausalLM": "xllm_models.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "xllm_models.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "xllm_models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "xllm_models.qwen3:Qwen3ForCausalLM",

@@ -15,16 +15,18 @@ NUM_BLOCKS = 96
 class Pair:
     """Both backends, fed the same steps."""
 
-    def __init__(self, heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, window=0):
+    def __init__(self, heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, window=0,
+                 softcap=0.0, sinks=False):
         spec = AttentionSpec(2, heads, kv_heads, head_dim, block_size, dtype, torch.device("cpu"))
         self.ours, self.reference = get_attention("numba")(spec), get_attention("torch")(spec)
         for backend in (self.ours, self.reference):
             backend.allocate_kv_caches(NUM_BLOCKS)
         self.blocks = BlockTables(NUM_BLOCKS, block_size)
         self.compute = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.layers = [LayerAttention(i, head_dim**-0.5, window) for i in range(2)]
         self.tolerance = TOLERANCE[dtype]
         torch.manual_seed(0)
+        self.layers = [LayerAttention(i, head_dim**-0.5, window, softcap, 2 * torch.randn(heads) if sinks else None)
+                       for i in range(2)]
 
     def step(self, rows):
         """rows of (sequence, new tokens); compares both layers' outputs and returns ours of layer 1."""
@@ -60,6 +62,26 @@ def test_prefill_chunks_and_decode(dtype, window, threads):
     pair.step([(3, 1), (0, 1), (1, 31), (4, 16)])  # a fresh one-token prompt, a decode, a chunk on a prefix, a prompt
     pair.step([(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)])
     pair.step([(4, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(("softcap", "sinks"), [(3.0, False), (0.0, True), (5.0, True)])
+def test_soft_caps_and_sinks(dtype, window, softcap, sinks, threads):
+    pair = Pair(heads=6, dtype=dtype, window=window, softcap=softcap, sinks=sinks)
+    pair.step([(0, 33), (1, 17), (2, 2)])
+    pair.step([(3, 1), (0, 1), (1, 31), (4, 200)])
+    pair.step([(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)])
+
+
+def test_soft_caps_and_sinks_change_what_they_should():
+    plain, capped, sunk = Pair(), Pair(softcap=0.5), Pair(sinks=True)
+    outs = []
+    for pair in (plain, capped, sunk):
+        torch.manual_seed(1)
+        outs.append(pair.step([(0, 20)]))
+    assert (outs[0] - outs[1]).abs().max() > 0.1
+    assert (outs[0] - outs[2]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("groups", range(1, 10))

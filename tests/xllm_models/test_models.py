@@ -3,12 +3,22 @@
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -57,6 +67,23 @@ CASES = {
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3-moe-some-layers": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {
         **EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"pad_token_id": 0}),
+    "phi3-partial-windowed-tied": (Phi3ForCausalLM, Phi3Config, {
+        "pad_token_id": 0, "sliding_window": 12, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "glm": (GlmForCausalLM, GlmConfig, {"pad_token_id": 0, "head_dim": 16}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"pad_token_id": 0, "head_dim": 16}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {
+        "head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 8.0}),
+    "gemma2-uncapped-biased": (Gemma2ForCausalLM, Gemma2Config, {
+        "head_dim": 16, "sliding_window": 12, "attention_bias": True, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {
+        "head_dim": 16, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numba import cfunc
 from xllm_models.ops import cpu_ops, cuda_ops, torch_ops
-from xllm_models.ops.cpu_numeric import FAST, arguments_of, exp32, f32, i16, load, store, u16
+from xllm_models.ops.cpu_numeric import FAST, arguments_of, exp32, f32, i16, load, store, tanh32, u16
 from xllm_models.ops.cpu_team import float_bits, run, team_share
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
@@ -40,16 +40,33 @@ def test_conversions_and_exp_match_torch(threads):
     assert torch.equal(back, x.half().float())
 
 
+@cfunc("void(voidptr)", error_model="numpy", fastmath=FAST)
+def _tanh(data):
+    """x, out, n"""
+    a = arguments_of(data)
+    x, out = f32(a[0], a[2]), f32(a[1], a[2])
+    for i in range(a[2]):
+        out[i] = tanh32(x[i])
+
+
+def test_tanh_matches_torch():
+    x = torch.cat((torch.linspace(-100, 100, 9999), torch.linspace(-1, 1, 9999), torch.linspace(-1e-4, 1e-4, 999)))
+    out = torch.empty_like(x)
+    run(_tanh.address, 1, x.data_ptr(), out.data_ptr(), x.numel())
+    assert torch.allclose(out.double(), x.double().tanh(), rtol=4e-7, atol=0)
+
+
 def test_a_double_survives_as_bits():
     assert np.array([float_bits(1e-5)]).view(np.float64)[0] == 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [*zip(DTYPES, DTYPES), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("rows", [1, 3, 67])
 @pytest.mark.parametrize("width", [1, 31, 576])
-def test_norms(dtype, rows, width):
+def test_norms(dtype, weight_dtype, rows, width):
     torch.manual_seed(0)
-    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, width), (rows, width), (width,)))
+    x, residual = (torch.randn(rows, width).to(dtype) for _ in "xr")
+    weight = torch.randn(width).to(weight_dtype)
     close(cpu_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
     expected = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
     for ours in (cuda_ops.add_rms_norm(x, residual, weight, 1e-5), cpu_ops.add_rms_norm(x, residual, weight, 1e-5)):
@@ -67,14 +84,15 @@ def test_gated_activations(dtype, activation, rows, width):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [None, "alike", torch.float32])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "head_dim", "rotary_dim"),
                          [(1, 9, 3, 64, 64), (70, 2, 2, 16, 16), (5, 4, 1, 32, 16)])
 def test_rotary(dtype, normed, rows, heads, kv_heads, head_dim, rotary_dim):
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype)
     positions, table = torch.randint(0, 50, (rows,)), torch.randn(50, rotary_dim)
-    norms = [torch.randn(head_dim).to(dtype) for _ in "qk"] if normed else [None, None]
+    kind = dtype if normed == "alike" else normed
+    norms = [torch.randn(head_dim).to(kind) for _ in "qk"] if normed else [None, None]
     expected = torch_ops.rotary(qkv.clone(), positions, table, heads, kv_heads, *norms, 1e-6)
     close(cpu_ops.rotary(qkv.clone(), positions, table, heads, kv_heads, *norms, 1e-6), expected, scale=8)
 

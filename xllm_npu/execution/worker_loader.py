@@ -85,8 +85,8 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
     check_sharding(config, settings.parallel.tp_size)
     parallel = _join(settings, rank, config, platform)
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
-    backend = _attention_backend(settings, platform)
     model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
+    backend = _attention_backend(settings, platform, model.attention_needs)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
 
     def on_weights(done: int, total: int) -> None:
@@ -197,13 +197,22 @@ def _shape(settings: Settings, config: ModelConfig, platform: Platform) -> _Shap
     return _Shape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, settings.kv_cache.block_size)
 
 
-def _attention_backend(settings: Settings, platform: Platform) -> type[AttentionBackend]:
+def _attention_backend(settings: Settings, platform: Platform, needs: frozenset[str]) -> type[AttentionBackend]:
+    """The one asked for, or the platform's first that has what the model's attention `needs`."""
     name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
-    if name == "auto":
-        name = offered[0]
-    if name not in offered:
+    if name != "auto" and name not in offered:
         raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
                         f"set --attention_backend to one of {', '.join(offered)}.")
+    able = [one for one in offered if needs <= get_attention(one).features]
+    lacking = " and ".join(sorted(needs))
+    if not able:
+        raise LoadError(f"The model's attention has {lacking}, and no attention backend of platform {platform.name} "
+                        f"({', '.join(offered)}) has it: serve it on another platform.")
+    if name == "auto":
+        return get_attention(able[0])
+    if name not in able:
+        raise LoadError(f"The model's attention has {lacking}, and attention backend {name} has not: "
+                        f"set --attention_backend to auto or to one of {', '.join(able)}.")
     return get_attention(name)
 
 

@@ -9,7 +9,7 @@ another row of the same step writes (prefix sharing inside a batch relies on thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,10 +36,20 @@ class LayerAttention:
     layer: int
     scale: float
     sliding_window: int = 0  # 0: none; w: a query at position p sees positions p-w+1..p
+    softcap: float = 0.0  # 0: none; c: scores become c * tanh(score / c) before the softmax
+    # [H] float32, this rank's: a score of each head that takes part in its softmax and has no value
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend must be able to do beyond the ordinary (`AttentionBackend.features`)."""
+        used = {"softcap": self.softcap > 0, "sinks": self.sinks is not None}
+        return frozenset(name for name in used if used[name])
 
 
 class AttentionBackend(ABC):
     spec: AttentionSpec
+    features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
     # Whether `forward` reads everything that changes between steps from device memory, so that it may be captured in a
     # graph. One that reads lengths on the host would replay with those of the capture.
     capture_safe: bool = False

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from xllm_models.attention import cpu_kernels
+from xllm_models.attention import cpu_kernels, cpu_prefill
 from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention
 from xllm_models.forward_input import AttentionMetadata
 from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT16, FLOAT32
@@ -26,6 +26,8 @@ _WARM_BLOCKS = 8  # blocks whose memory is committed at start
 
 
 class CpuAttention(AttentionBackend):
+    features = frozenset({"softcap", "sinks"})
+
     def __init__(self, spec: AttentionSpec) -> None:
         if spec.dtype not in _ENCODINGS:
             raise ValueError(f"the CPU attention stores float32, bfloat16 or float16, not {spec.dtype}")
@@ -93,7 +95,8 @@ class CpuAttention(AttentionBackend):
             keys.data_ptr(), values.data_ptr(), keys.shape[0], spec.num_kv_heads, spec.head_dim, spec.block_size,
             metadata.num_decodes, self._table.data_ptr(), self._table.shape[1], self._lengths.data_ptr(),
             float_bits(layer.scale), layer.sliding_window, spec.num_heads, self._parts.data_ptr(),
-            self._part_rows.data_ptr(), self._tile, query.data_ptr(), out.data_ptr(), _ENCODINGS[spec.dtype])
+            self._part_rows.data_ptr(), self._tile, query.data_ptr(), out.data_ptr(), _ENCODINGS[spec.dtype],
+            float_bits(layer.softcap), *_sinks(layer))
 
     def _prefill(self, layer: LayerAttention, row: int, length: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """query and out [n, H, E]: slices of queries against all the keys they see, cached ones and their own alike.
@@ -124,9 +127,9 @@ class CpuAttention(AttentionBackend):
         """Masked softmax in place; `before`: keys before the first query's own."""
         keys = scores.shape[2]
         scratch = torch.empty(self._threads, keys)
-        run(cpu_kernels.soften_chunk.address, self._threads, _ENCODINGS[scores.dtype], scores.data_ptr(),
+        run(cpu_prefill.soften_chunk.address, self._threads, _ENCODINGS[scores.dtype], scores.data_ptr(),
             scores.shape[0] * scores.shape[1], keys, scratch.data_ptr(), self._threads, groups, queries, before,
-            layer.sliding_window, float_bits(layer.scale))
+            layer.sliding_window, float_bits(layer.scale), float_bits(layer.softcap), *_sinks(layer))
 
     def _gather(self, layer: int, row: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions first..length-1 of a row, in the compute dtype: keys [K, E, length - first], values transposed."""
@@ -135,7 +138,7 @@ class CpuAttention(AttentionBackend):
         keys = torch.empty(spec.num_kv_heads, spec.head_dim, length - first, dtype=dtype)
         values = torch.empty(spec.num_kv_heads, length - first, spec.head_dim, dtype=dtype)
         blocks = self._table[row]
-        run(cpu_kernels.gather.address, self._threads, _ENCODINGS[spec.dtype], cache.data_ptr(),
+        run(cpu_prefill.gather.address, self._threads, _ENCODINGS[spec.dtype], cache.data_ptr(),
             self.value_caches[layer].data_ptr(), cache.shape[0], spec.num_kv_heads, spec.head_dim, spec.block_size,
             blocks.data_ptr(), blocks.shape[0], length, first, keys.data_ptr(), values.data_ptr())
         return keys, values
@@ -144,6 +147,11 @@ class CpuAttention(AttentionBackend):
         for source, target in pairs.tolist():
             for cache in (*self.key_caches, *self.value_caches):
                 cache[target] = cache[source]
+
+
+def _sinks(layer: LayerAttention) -> tuple[int, int]:
+    """(address, number)"""
+    return (0, 0) if layer.sinks is None else (layer.sinks.data_ptr(), layer.sinks.numel())
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Paged attention kernels for the CPU: write K and V, decode in place, gather a row's prefix.
+"""Paged attention kernels for the CPU: write K and V, decode in place. Prefill's are in cpu_prefill.
 
 A layer's key cache is [blocks, K, E, block_size]: a block's keys stand side by side, so one query dimension at a time
 multiplies a whole vector of positions and no sum runs across a vector. Its value cache is [blocks, K, block_size, E].
@@ -27,6 +27,7 @@ from xllm_models.ops.cpu_numeric import (
     i64,
     load,
     store,
+    tanh32,
     u16,
 )
 from xllm_models.ops.cpu_team import team_barrier, team_rank, team_share, team_size
@@ -126,6 +127,14 @@ def _plain_scores(query, key_block, n, wide, scores):
                 row[i] += q * load(source, i)
 
 
+@njit(error_model="numpy", fastmath=FAST)
+def _cap(scores, n, softcap):
+    for g in range(scores.shape[0]):
+        row = scores[g]
+        for i in range(n):
+            row[i] = softcap * tanh32(row[i] / softcap)
+
+
 @njit(error_model="numpy", fastmath=FAST, inline="always")
 def _soften(scores, n, peak, total, sums):
     """Scores become weights relative to the highest score so far; earlier sums are rescaled to it."""
@@ -182,8 +191,10 @@ def _first_key(length, window):
 
 
 @njit(error_model="numpy", fastmath=FAST)
-def _decode(query, stride, keys, values, table, lengths, out, scale, window, tile, parts, part_rows):
+def _decode(query, stride, keys, values, table, lengths, out, scale, window, tile, parts, part_rows, softcap, sinks):
     """One token a row. Work is tiles of positions, cut evenly over the threads wherever rows end.
+
+    A row's softmax begins with its head's sink, if `sinks` [H] is not empty: a weight of 1 at that score, and no value.
 
     query flat, `stride` between rows; table [B, M]; lengths [B]; out [B, H, E]; a row cut between threads leaves its
     parts in parts [2 * threads, G, E + 2] (sums, then peak and total), at most two a thread, named in part_rows.
@@ -213,6 +224,8 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
             continue
         for g in range(groups):
             peak[g], total[g] = _LOWEST, np.float32(0)
+            if sinks.size > 0 and low_tile == 0:
+                peak[g], total[g] = sinks[head * groups + g], np.float32(1)
             for e in range(size):
                 q[g, e] = load(query, b * stride + (head * groups + g) * size + e) * scale
                 sums[g, e] = np.float32(0)
@@ -221,6 +234,8 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
             block, inside = table[b, position // block_size], position % block_size
             low, high = inside + max(first - position, 0), inside + min(length - position, tile)
             _scores(q, keys[block, head, :, low:high], high - low, wide_keys, scores)
+            if softcap > 0:
+                _cap(scores, high - low, softcap)
             _soften(scores, high - low, peak, total, sums)
             _add_values(scores, values[block, head, low:high], high - low, wide_values, sums)
         if low_tile == 0 and high_tile == count:
@@ -271,61 +286,6 @@ def _merge(parts, part_rows, out, num_kv_heads, sums, scratch):
 
 
 @njit(error_model="numpy", fastmath=FAST)
-def _gather(keys, values, blocks, length, first, key_out, value_out):
-    """Positions first..length-1 of one row -> key_out [K, E, length - first], value_out [K, length - first, E]"""
-    num_kv_heads, size, block_size = keys.shape[1], keys.shape[2], keys.shape[3]
-    units = ((length + block_size - 1) // block_size - first // block_size) * num_kv_heads
-    begin, end = team_share(units)
-    for unit in range(begin, end):
-        head, j = unit % num_kv_heads, first // block_size + unit // num_kv_heads
-        key_block, value_block = keys[blocks[j], head], values[blocks[j], head]
-        position = j * block_size
-        low, high = max(first - position, 0), min(length - position, block_size)
-        at, n = position + low - first, high - low
-        for e in range(size):
-            source, target = key_block[e, low:high], key_out[head, e, at : at + n]
-            for i in range(n):
-                store(target, i, load(source, i))
-        for i in range(n):
-            source, target = value_block[low + i], value_out[head, at + i]
-            for e in range(size):
-                store(target, e, load(source, e))
-
-
-@njit(error_model="numpy", fastmath=FAST)
-def _soften_chunk(scores, scratch, groups, queries, before, window, scale):
-    """Rows of scores [K * queries * groups, keys] become probabilities in place.
-
-    Query i of a head sees the first before + i + 1 keys, of which the last `window` if that is not 0.
-    """
-    begin, end = team_share(scores.shape[0])
-    wide = scratch[team_rank()]
-    for row in range(begin, end):
-        high = min(before + (row // groups) % queries + 1, scores.shape[1])
-        low = max(high - window, 0) if window > 0 else 0
-        seen, n = scores[row, low:high], high - low
-        peak = _LOWEST
-        for j in range(n):
-            wide[j] = load(seen, j) * scale
-        for j in range(n):
-            peak = max(peak, wide[j])
-        total = np.float32(0)
-        for j in range(n):
-            wide[j] = exp32(wide[j] - peak)
-        for j in range(n):
-            total += wide[j]
-        inverse = np.float32(1) / total
-        for j in range(n):
-            store(seen, j, wide[j] * inverse)
-        hidden = scores[row, :low]
-        for j in range(hidden.size):
-            store(hidden, j, np.float32(0))
-        hidden = scores[row, high:]
-        for j in range(hidden.size):
-            store(hidden, j, np.float32(0))
-
-
-@njit(error_model="numpy", fastmath=FAST)
 def _step(key, value, query, out, keys, values, a):
     """Write all tokens, then decode the first `rows` of them."""
     _write_tokens(key, value, a[3], i64(a[4], a[5]), keys, values)
@@ -336,7 +296,7 @@ def _step(key, value, query, out, keys, values, a):
         part_rows = i64(a[20], 2 * np.int64(team_size()))
         scale = np.float32(double_of(a[16]))
         _decode(query, a[3], keys, values, i32(a[13], (rows, width)), i32(a[15], rows), out, scale, a[17],
-                a[21], parts, part_rows)
+                a[21], parts, part_rows, np.float32(double_of(a[25])), f32(a[26], a[27]))
 
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
@@ -344,7 +304,9 @@ def step(data):
     """0 encoding of q, k, v; 1 key, 2 value, 3 values between their tokens (q's too), 4 slots, 5 tokens,
 
     6 key cache, 7 value cache, 8 blocks, 9 K, 10 E, 11 block size, 12 decode rows, 13 table, 14 its width, 15 lengths,
-    16 scale, 17 window, 18 H, 19 parts, 20 part rows, 21 tile, 22 query, 23 out, 24 encoding of the cache
+    16 scale, 17 window, 18 H, 19 parts, 20 part rows, 21 tile, 22 query, 23 out, 24 encoding of the cache,
+
+    25 softcap (0: none), 26 sinks, 27 their number (0: none)
     """
     a = arguments_of(data)
     key_shape, value_shape = (a[8], a[9], a[10], a[11]), (a[8], a[9], a[11], a[10])
@@ -358,38 +320,3 @@ def step(data):
     else:
         _step(f32(a[1], span), f32(a[2], span), f32(a[22], span), f32(a[23], out_shape), f32(a[6], key_shape),
               f32(a[7], value_shape), a)
-
-
-@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
-def gather(data):
-    """0 cache encoding, 1 key cache, 2 value cache, 3 blocks, 4 K, 5 E, 6 block size, 7 row's blocks, 8 their number,
-
-    9 length, 10 first, 11 keys out, 12 values out (bfloat16 from bfloat16, else float32)
-    """
-    a = arguments_of(data)
-    key_shape, value_shape = (a[3], a[4], a[5], a[6]), (a[3], a[4], a[6], a[5])
-    blocks, count = i32(a[7], a[8]), a[9] - a[10]
-    key_out, value_out = (a[4], a[5], count), (a[4], count, a[5])
-    if a[0] == BFLOAT16:
-        _gather(u16(a[1], key_shape), u16(a[2], value_shape), blocks, a[9], a[10], u16(a[11], key_out),
-                u16(a[12], value_out))
-    elif a[0] == FLOAT16:
-        _gather(i16(a[1], key_shape), i16(a[2], value_shape), blocks, a[9], a[10], f32(a[11], key_out),
-                f32(a[12], value_out))
-    else:
-        _gather(f32(a[1], key_shape), f32(a[2], value_shape), blocks, a[9], a[10], f32(a[11], key_out),
-                f32(a[12], value_out))
-
-
-@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
-def soften_chunk(data):
-    """0 encoding of the scores, 1 scores, 2 rows, 3 keys, 4 scratch [threads, keys] float32, 5 threads, 6 H / K,
-
-    7 queries, 8 keys before the first query, 9 window, 10 scale
-    """
-    a = arguments_of(data)
-    scratch, scale = f32(a[4], (a[5], a[3])), np.float32(double_of(a[10]))
-    if a[0] == BFLOAT16:
-        _soften_chunk(u16(a[1], (a[2], a[3])), scratch, a[6], a[7], a[8], a[9], scale)
-    else:
-        _soften_chunk(f32(a[1], (a[2], a[3])), scratch, a[6], a[7], a[8], a[9], scale)

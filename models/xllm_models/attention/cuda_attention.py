@@ -13,6 +13,8 @@ from xllm_models.attention.torch_attention import TorchAttention
 
 
 class CudaAttention(TorchAttention):
+    features = frozenset()
+
     def forward(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:

@@ -19,6 +19,7 @@ _NO_LIMIT = 2147483647
 
 
 class NpuAttention(TorchAttention):
+    features = frozenset()
     _mask: torch.Tensor | None = None
     _slots: torch.Tensor | None = None
     _query_ends: list[int]

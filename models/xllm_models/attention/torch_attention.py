@@ -13,6 +13,8 @@ from xllm_models.forward_input import AttentionMetadata
 
 
 class TorchAttention(AttentionBackend):
+    features = frozenset({"softcap", "sinks"})
+
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.key_caches: list[torch.Tensor] = []  # [blocks, block_size, K, E] a layer
@@ -70,4 +72,10 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer:
     hidden = of > at
     if layer.sliding_window:
         hidden = hidden | (of <= at - layer.sliding_window)
-    return torch.einsum("hqk,khe->qhe", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.sinks is None:
+        return torch.einsum("hqk,khe->qhe", scores.softmax(-1), values)
+    scores = torch.cat((scores, layer.sinks.view(-1, 1, 1).expand(-1, n, 1)), dim=-1)
+    return torch.einsum("hqk,khe->qhe", scores.softmax(-1)[..., :-1], values)

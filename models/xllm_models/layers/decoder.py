@@ -1,8 +1,9 @@
 """One transformer layer: attention and an MLP, each behind an RMS norm, with the residual carried beside.
 
-The configuration says whether the MLP is a gated or a sparse one. Everything that differs between layers of a kind is
-in buffers, not in Python values, so that torch.compile traces a kind once for all depths. Knows the attention backend
-by its interface only, and no checkpoint but its names.
+The configuration says whether the MLP is a gated or a sparse one, and what a family adds (head norms, fused matrices in
+the checkpoint, sinks). A subclass says what its norms are called in the checkpoint (`norm_names`). Everything that
+differs between layers of a kind is in buffers, not in Python values, so that torch.compile traces a kind once for all
+depths. Knows the attention backend by its interface only, and no checkpoint but its names.
 """
 
 from __future__ import annotations
@@ -20,24 +21,10 @@ from xllm_models.config import ModelConfig
 from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
 from xllm_models.layers.mlp import GatedMLP
 from xllm_models.layers.moe import SparseMoe, StepTokens
+from xllm_models.layers.norm import RMSNorm, norm_placement, norm_weight
+from xllm_models.layers.rotary import halves_of_pairs
 from xllm_models.layers.sharding import Shard
 from xllm_models.placement import Placement
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float, *, ops: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.eps, self.ops = eps, ops
-        self.weight = empty_parameter((width,), dtype, device)
-
-    def placements(self, name: str) -> dict[str, Placement]:
-        return {f"{name}.weight": Placement(self.weight, tuple(self.weight.shape))}
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), [T, hidden] both; the first norm of a model has no residual yet."""
-        if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -50,32 +37,44 @@ class Attention(nn.Module):
         self.ops: ModuleType = kind["ops"]  # type: ignore[assignment]
         self.num_heads, self.num_kv_heads, self.head_dim = shard.num_heads, shard.num_kv_heads, config.head_dim
         self.eps = config.rms_norm_eps
-        windows = config.layer_sliding_windows
-        self.spec = LayerAttention(layer, config.head_dim**-0.5, windows[layer] if windows else 0)
         self.backend: AttentionBackend | None = None
         group = shard.group
         self.qkv = FusedColumnLinear(config.hidden_size, [
             ("q_proj", config.num_heads * config.head_dim, group.rank, group.size),
             ("k_proj", config.num_kv_heads * config.head_dim, shard.kv_index, shard.kv_count),
             ("v_proj", config.num_kv_heads * config.head_dim, shard.kv_index, shard.kv_count),
-        ], config.attention_bias, **kind)  # type: ignore[arg-type]
+        ], config.attention_bias, stored_as="qkv_proj" if config.qkv_fused else "", **kind)  # type: ignore[arg-type]
         self.output = RowLinear(config.num_heads * config.head_dim, config.hidden_size, config.attention_output_bias,
                                 group, **kind)  # type: ignore[arg-type]
-        self.q_norm = self.k_norm = None
+        self.norm, self.q_norm, self.k_norm = config.norm, None, None
+        dtype, device = self.qkv.weight.dtype, self.qkv.weight.device
         if config.qk_norm:
-            dtype, device = self.qkv.weight.dtype, self.qkv.weight.device
-            self.q_norm = empty_parameter((config.head_dim,), dtype, device)
-            self.k_norm = empty_parameter((config.head_dim,), dtype, device)
+            self.q_norm = norm_weight(config.head_dim, config.norm, dtype, device)
+            self.k_norm = norm_weight(config.head_dim, config.norm, dtype, device)
+        self.sinks = None  # [H] float32: what the backends take
+        if config.attention_sinks:
+            self.sinks = empty_parameter((self.num_heads,), torch.float32, device)
+            self.all_sinks = config.num_heads
+        self.group, windows = group, config.layer_sliding_windows
+        self.spec = LayerAttention(
+            layer, config.attention_scale or config.head_dim**-0.5, windows[layer] if windows else 0,
+            softcap=config.attention_softcap, sinks=self.sinks)
+        self.rotary_dim = int(config.head_dim * config.rope.partial_rotary_factor) if config.rope_interleaved else 0
         number = next(_numbers)
         self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
         _layers[number] = self
 
     def placements(self, prefix: str) -> dict[str, Placement]:
-        found = self.qkv.placements(prefix) | self.output.placements(f"{prefix}o_proj")
+        found = self.qkv.placements(prefix)
+        if self.rotary_dim:  # pairs become halves, which leaves every product of a query and a key as it is
+            rotated = [name for name in found if name.split(".")[-2] in ("q_proj", "k_proj")]
+            found |= {name: halves_of_pairs(found[name], self.head_dim, self.rotary_dim) for name in rotated}
         if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}q_norm.weight"] = Placement(self.q_norm, (self.head_dim,))
-            found[f"{prefix}k_norm.weight"] = Placement(self.k_norm, (self.head_dim,))
-        return found
+            found[f"{prefix}q_norm.weight"] = norm_placement(self.q_norm, self.norm)
+            found[f"{prefix}k_norm.weight"] = norm_placement(self.k_norm, self.norm)
+        if self.sinks is not None:
+            found[f"{prefix}sinks"] = Placement(self.sinks, (self.all_sinks,), (), 0, self.group.rank, self.group.size)
+        return found | self.output.placements(f"{prefix}o_proj")
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         qkv = self.ops.rotary(self.qkv(x), positions, cos_sin, self.num_heads, self.num_kv_heads, self.q_norm,
@@ -93,13 +92,15 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    norm_names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # ours -> the checkpoint's
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
+
     def __init__(
         self, config: ModelConfig, layer: int, shard: Shard, parallel: ParallelState, step: StepTokens, **kind: object
     ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
         self.attention = Attention(config, layer, shard, **kind)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)  # type: ignore[arg-type]
         self.mlp: GatedMLP | SparseMoe
         self.mlp_name = "mlp"
         if config.moe is not None and config.moe.layers[layer]:
@@ -107,12 +108,15 @@ class DecoderLayer(nn.Module):
             self.mlp_name = self.mlp.names.block
         else:
             self.mlp = GatedMLP(config, shard, **kind)  # type: ignore[arg-type]
+        for name in self.norm_names:
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm, **kind))  # type: ignore[arg-type]
 
     def placements(self, prefix: str) -> dict[str, Placement]:
-        return (self.input_norm.placements(f"{prefix}input_layernorm")
-                | self.attention.placements(f"{prefix}self_attn.")
-                | self.mlp_norm.placements(f"{prefix}post_attention_layernorm")
-                | self.mlp.placements(f"{prefix}{self.mlp_name}."))
+        found = self.attention.placements(f"{prefix}self_attn.")
+        found |= self.mlp.placements(f"{prefix}{self.mlp_name}.")
+        for name, stored in self.norm_names.items():
+            found |= getattr(self, name).placements(f"{prefix}{stored}")
+        return found
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
@@ -121,6 +125,21 @@ class DecoderLayer(nn.Module):
         normed, residual = self.input_norm(hidden, residual)
         hidden, residual = self.mlp_norm(self.attention(normed, positions, cos_sin), residual)
         return self.mlp(hidden), residual
+
+
+class SandwichLayer(DecoderLayer):
+    """With a norm behind each part too, before the residual is added."""
+
+    attention_output_norm: RMSNorm
+    mlp_output_norm: RMSNorm
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.input_norm(hidden, residual)
+        attended = self.attention_output_norm(self.attention(normed, positions, cos_sin), None)[0]
+        hidden, residual = self.mlp_norm(attended, residual)
+        return self.mlp_output_norm(self.mlp(hidden), None)[0], residual
 
 
 _numbers = itertools.count()

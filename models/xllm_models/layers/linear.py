@@ -64,17 +64,22 @@ class ParallelLinear(nn.Module):
 
 
 class FusedColumnLinear(ParallelLinear):
-    """Several checkpoint matrices in one: `parts` of (name, rows in the checkpoint, shard index, shard count)."""
+    """Several matrices in one: `parts` of (name, rows in the checkpoint, shard index, shard count).
+
+    `stored_as`: the name of the one matrix that a checkpoint holds instead, all parts below each other.
+    """
 
     def __init__(
-        self, in_features: int, parts: list[tuple[str, int, int, int]], bias: bool, *, ops: ModuleType,
-        dtype: torch.dtype, device: torch.device,
+        self, in_features: int, parts: list[tuple[str, int, int, int]], bias: bool, *, stored_as: str = "",
+        ops: ModuleType, dtype: torch.dtype, device: torch.device,
     ) -> None:
         super().__init__(in_features, sum(rows // count for _, rows, _, count in parts), bias, ops=ops, dtype=dtype,
                          device=device)
-        self.parts = parts
+        self.parts, self.stored_as = parts, stored_as
 
     def placements(self, prefix: str) -> dict[str, Placement]:
+        if self.stored_as:
+            return self._one_matrix(f"{prefix}{self.stored_as}")
         found, begin = {}, 0
         for name, rows, index, count in self.parts:
             dest = (slice(begin, begin + rows // count),)
@@ -82,6 +87,14 @@ class FusedColumnLinear(ParallelLinear):
             if self.bias is not None:
                 found[f"{prefix}{name}.bias"] = Placement(self.bias, (rows,), dest, 0, index, count)
             begin = dest[0].stop
+        return found
+
+    def _one_matrix(self, name: str) -> dict[str, Placement]:
+        sections, rows = tuple(part[1:] for part in self.parts), sum(part[1] for part in self.parts)
+        whole = (rows, self.in_features)
+        found = {f"{name}.weight": Placement(self.weight, whole, shard_dim=0, sections=sections)}
+        if self.bias is not None:
+            found[f"{name}.bias"] = Placement(self.bias, (rows,), shard_dim=0, sections=sections)
         return found
 
 

@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
         self.gate_up = FusedColumnLinear(config.hidden_size, [
             ("gate_proj", width, group.rank, group.size),
             ("up_proj", width, group.rank, group.size),
-        ], config.mlp_bias, **kind)  # type: ignore[arg-type]
+        ], config.mlp_bias, stored_as="gate_up_proj" if config.gate_up_fused else "", **kind)  # type: ignore[arg-type]
         self.down = RowLinear(width, config.hidden_size, config.mlp_bias, group, **kind)  # type: ignore[arg-type]
 
     def placements(self, prefix: str) -> dict[str, Placement]:

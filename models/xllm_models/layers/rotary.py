@@ -5,15 +5,22 @@ never on the batch, so cached keys stay valid whoever shares them. That decides 
 grows with the sequence: position p is rotated with the base for a sequence of p + 1 tokens. transformers does
 the same for generated tokens, and rotates all of a prompt longer than `max_position_embeddings` with the base for
 its full length; there the two differ, and equal prefixes of different prompts would differ in transformers.
+
+longrope has two sets of frequencies, and transformers rotates a whole sequence anew when it outgrows the first. Here
+all sequences of a model share one: the second where they may become longer than the original length, else the first.
+So the numbers are transformers' for every sequence where the limit is the original length or below, and for those
+longer than it elsewhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
 from xllm_models.config import RopeConfig
+from xllm_models.placement import Placement
 
 _GROW = 4096  # positions by which the table grows at least
 
@@ -21,21 +28,40 @@ _GROW = 4096  # positions by which the table grows at least
 class RotaryTable:
     """cos_sin [P, R] float32: R/2 cosines, then R/2 sines; R is the number of rotated dimensions of a head."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self.rope, self.rotary_dim = rope, int(head_dim * rope.partial_rotary_factor)
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device, longest: int = 0) -> None:
+        """`longest`: positions a sequence may have; `limit` may lower it before the first use."""
+        self.rope, self.rotary_dim, self.longest = rope, int(head_dim * rope.partial_rotary_factor), longest
         self.cos_sin = torch.empty(0, self.rotary_dim, dtype=torch.float32, device=device)
+
+    def limit(self, longest: int) -> None:
+        """No sequence will have more positions than these, which become valid all at once."""
+        assert self.cos_sin.shape[0] == 0 or longest <= self.longest, "cached keys would be rotated otherwise"
+        self.longest = longest if self.cos_sin.shape[0] == 0 else self.longest
+        self.reserve(longest)
 
     def reserve(self, num_positions: int) -> None:
         """Make positions 0..num_positions-1 valid. Growing moves the table: graphs need it reserved before capture."""
         if num_positions <= self.cos_sin.shape[0]:
             return
         count = max(num_positions, self.cos_sin.shape[0] + _GROW)
-        table = cos_sin_table(self.rope, self.rotary_dim, count).to(self.cos_sin.device)
+        table = cos_sin_table(self.rope, self.rotary_dim, count, self.longest).to(self.cos_sin.device)
         table[: self.cos_sin.shape[0]] = self.cos_sin  # bit for bit what cached keys were rotated with
         self.cos_sin = table
 
 
-def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int) -> torch.Tensor:
+def halves_of_pairs(placement: Placement, head_dim: int, rotary_dim: int) -> Placement:
+    """The same rows of heads, but of each head's rotated dimensions 0, 2, 4... come first, then 1, 3, 5..."""
+    order = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2),
+                       torch.arange(rotary_dim, head_dim)))
+
+    def store(part: torch.Tensor) -> None:
+        heads = part.view(-1, head_dim, *part.shape[1:])[:, order]
+        placement.param.data[placement.dest].copy_(heads.reshape(part.shape))
+
+    return dataclasses.replace(placement, store=store)
+
+
+def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int, longest: int = 0) -> torch.Tensor:
     """[num_positions, rotary_dim] float32 on the CPU."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     if rope.type == "dynamic":
@@ -43,6 +69,11 @@ def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int) -> torc
         angles = positions[:limit, None] * _inverse_frequencies(rope.theta, rotary_dim)
         beyond = positions[limit:, None]
         angles = torch.cat((angles, beyond * _dynamic_frequencies(rope, rotary_dim, beyond + 1)))
+    elif rope.type == "longrope":
+        long = longest > rope.original_max_position_embeddings
+        factors = torch.tensor(rope.long_factor if long else rope.short_factor)
+        powers = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+        angles = positions[:, None] * (1.0 / (factors * powers))
     else:
         angles = positions[:, None] * _FREQUENCIES[rope.type](rope, rotary_dim)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.cos_sin_scale

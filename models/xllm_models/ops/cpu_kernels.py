@@ -50,11 +50,13 @@ def _rms_norm_rows(x, out, weight, eps):
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def rms_norm(data):
-    """encoding, x, out, weight, rows, width, eps"""
+    """encoding, x, out, weight, rows, width, eps, encoding of the weight"""
     a = arguments_of(data)
     shape, eps = (a[4], a[5]), np.float32(double_of(a[6]))
-    if a[0] == BFLOAT16:
+    if a[7] == BFLOAT16:
         _rms_norm_rows(u16(a[1], shape), u16(a[2], shape), u16(a[3], a[5]), eps)
+    elif a[0] == BFLOAT16:
+        _rms_norm_rows(u16(a[1], shape), u16(a[2], shape), f32(a[3], a[5]), eps)
     else:
         _rms_norm_rows(f32(a[1], shape), f32(a[2], shape), f32(a[3], a[5]), eps)
 
@@ -70,11 +72,13 @@ def _add_rms_norm_rows(x, residual, weight, eps):
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def add_rms_norm(data):
-    """encoding, x (becomes the norm), residual (becomes the sum), weight, rows, width, eps"""
+    """encoding, x (becomes the norm), residual (becomes the sum), weight, rows, width, eps, encoding of the weight"""
     a = arguments_of(data)
     shape, eps = (a[4], a[5]), np.float32(double_of(a[6]))
-    if a[0] == BFLOAT16:
+    if a[7] == BFLOAT16:
         _add_rms_norm_rows(u16(a[1], shape), u16(a[2], shape), u16(a[3], a[5]), eps)
+    elif a[0] == BFLOAT16:
+        _add_rms_norm_rows(u16(a[1], shape), u16(a[2], shape), f32(a[3], a[5]), eps)
     else:
         _add_rms_norm_rows(f32(a[1], shape), f32(a[2], shape), f32(a[3], a[5]), eps)
 
@@ -133,13 +137,19 @@ def _rotary_rows(qkv, positions, cos_sin, num_heads, num_rotated, q_norm, k_norm
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def rotary(data):
-    """encoding, qkv (in place), positions, cos_sin, tokens, H, K, E, P, R, q_norm, k_norm, norm width (0: none), eps"""
+    """encoding, qkv (in place), positions, cos_sin, tokens, H, K, E, P, R, q_norm, k_norm, norm width (0: none), eps,
+
+    encoding of the norms
+    """
     a = arguments_of(data)
     shape, eps = (a[4], a[5] + 2 * a[6], a[7]), np.float32(double_of(a[13]))
     positions, table = i64(a[2], a[4]), f32(a[3], (a[8], a[9]))
-    if a[0] == BFLOAT16:
+    if a[14] == BFLOAT16:
         norms = u16(a[10], a[12]), u16(a[11], a[12])
         _rotary_rows(u16(a[1], shape), positions, table, a[5], a[5] + a[6], norms[0], norms[1], eps)
+    elif a[0] == BFLOAT16:
+        weights = f32(a[10], a[12]), f32(a[11], a[12])
+        _rotary_rows(u16(a[1], shape), positions, table, a[5], a[5] + a[6], weights[0], weights[1], eps)
     else:
         weights = f32(a[10], a[12]), f32(a[11], a[12])
         _rotary_rows(f32(a[1], shape), positions, table, a[5], a[5] + a[6], weights[0], weights[1], eps)

@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows, width = x.shape
     out = torch.empty_like(x)
     run(_rms_norm, _threads(x.numel()), _ENCODINGS[x.dtype], x.data_ptr(), out.data_ptr(), weight.data_ptr(), rows,
-        width, float_bits(eps))
+        width, float_bits(eps), _ENCODINGS[weight.dtype])
     return out
 
 
@@ -51,7 +51,7 @@ def add_rms_norm(
         return torch_ops.add_rms_norm(x, residual, weight, eps)
     rows, width = x.shape
     run(_add_rms_norm, _threads(x.numel()), _ENCODINGS[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-        rows, width, float_bits(eps))
+        rows, width, float_bits(eps), _ENCODINGS[weight.dtype])
     return x, residual
 
 
@@ -68,12 +68,13 @@ def rotary(
     if torch.compiler.is_compiling() or not qkv.is_contiguous():
         return torch_ops.rotary(qkv, positions, cos_sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    q_address, k_address, norm_width = 0, 0, 0
+    q_address, k_address, norm_width, encoding = 0, 0, 0, _ENCODINGS[qkv.dtype]
     if q_norm is not None and k_norm is not None:
         q_address, k_address, norm_width = q_norm.data_ptr(), k_norm.data_ptr(), head_dim
+        encoding = _ENCODINGS[q_norm.dtype]
     run(_rotary, _threads(qkv.numel()), _ENCODINGS[qkv.dtype], qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(),
         qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[0], cos_sin.shape[1], q_address, k_address,
-        norm_width, float_bits(eps))
+        norm_width, float_bits(eps), encoding)
     return qkv
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from xllm_models.ops import torch_ops
 from xllm_models.ops.torch_ops import (
     ACTIVATIONS,
     act_and_mul,
@@ -21,6 +22,8 @@ __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packe
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if weight.dtype != x.dtype:
+        return torch_ops.rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

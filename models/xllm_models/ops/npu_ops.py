@@ -15,12 +15,16 @@ __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packe
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if weight.dtype != x.dtype:
+        return torch_ops.rms_norm(x, weight, eps)
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if weight.dtype != x.dtype:
+        return torch_ops.add_rms_norm(x, residual, weight, eps)
     normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return normed, total
 

@@ -22,10 +22,10 @@ ACTIVATIONS = {
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, N], weight [N] -> [T, N]."""
+    """x [T, N], weight [N] -> [T, N] in x's dtype. A float32 weight is applied before rounding, others after."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return y.to(x.dtype) * weight
+    return (y * weight).to(x.dtype) if weight.dtype == torch.float32 else y.to(x.dtype) * weight
 
 
 def add_rms_norm(
