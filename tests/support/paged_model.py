@@ -71,10 +71,16 @@ class PagedModel:
         tokens = torch.tensor([t for _, row in rows for t in row])
         return ForwardInput(tokens, torch.from_numpy(positions), metadata)
 
+    def dummy_row(self) -> tuple[int, list[int]]:
+        """One token on block 0, as a rank without work steps along with the others."""
+        self.blocks.tables[-1], self.blocks.lengths[-1] = [0], 0
+        return -1, [0]
+
     @torch.inference_mode()
-    def logits(self, rows: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    def logits(self, rows: list[tuple[int, list[int]]], dp_tokens: tuple[int, ...] = ()) -> list[torch.Tensor]:
         """rows of (sequence, new tokens) -> for each row its new tokens' logits, [n, vocab]."""
         input = self.input(rows)
+        input.dp_tokens = dp_tokens
         self.backend.prepare(input.attention)
         logits = self.model.compute_logits(self.forward(input))
         return list(logits.split([len(tokens) for _, tokens in rows]))

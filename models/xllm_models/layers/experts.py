@@ -32,7 +32,9 @@ class Experts(nn.Module):
         self.hidden_size, self.num_experts, self.width = config.hidden_size, config.moe.num_experts, (
             config.moe.intermediate_size)
         self.activation = config.moe.activation or ops.ACTIVATIONS[config.hidden_act]
-        count, width, bias = sharding.count, sharding.width, config.moe.bias
+        self.slots = sharding.count  # places for experts a rank
+        self.first_slot = sharding.ep.rank * self.slots  # physical number of the first place here
+        count, width, bias = self.slots, sharding.width, config.moe.bias
         self.gate_up = empty_parameter((count, 2 * width, self.hidden_size), dtype, device)
         self.down = empty_parameter((count, self.hidden_size, width), dtype, device)
         self.gate_up_bias = empty_parameter((count, 2 * width), dtype, device) if bias else None
@@ -102,5 +104,5 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, N], ids [T, k] int32, weights [T, k] float32 -> [T, N]; ids of other ranks' experts give nothing."""
-        return self.ops.moe_experts(x, ids, weights, self.gate_up, self.down, self.activation, self.sharding.first,
+        return self.ops.moe_experts(x, ids, weights, self.gate_up, self.down, self.activation, self.first_slot,
                                     self.gate_up_bias, self.down_bias)

@@ -1,7 +1,7 @@
 """The sparse MLP: a router, experts of which each token visits a few, and experts that all tokens share.
 
-All data-parallel ranks run it together: every rank sees the rows of all of them, works for those that visit its
-experts, and the sum over the world is everybody's result. To torch.compile the layer is one opaque operator.
+All ranks of the world run it together, data-parallel ones too (see expert_exchange). To torch.compile the layer is one
+opaque operator.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from types import ModuleType
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from xllm_platform.collectives import all_gather, all_reduce
 from xllm_platform.parallel import ParallelState
 
 from xllm_models.config import ModelConfig
+from xllm_models.layers.expert_exchange import by_gathering, by_sending
 from xllm_models.layers.expert_names import ExpertNames, expert_names
 from xllm_models.layers.experts import Experts
 from xllm_models.layers.linear import ParallelLinear
@@ -77,32 +76,18 @@ class SparseMoe(nn.Module):
         return self.compute(hidden)
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        counts, mine = self.step.counts, self.parallel.dp.rank
-        if len(counts) < 2:
-            weights, ids = self.router(hidden)
-            out = self._with_shared(self.experts(hidden, ids, weights), hidden)
-            return all_reduce(out, self.parallel.world)
-        # Rows beyond our count pad a graph's input. Each rank's rows lie padded to the longest rank's.
-        longest, count = max(counts), counts[mine]
-        rows = hidden[:count]
-        gathered = all_gather(F.pad(rows, (0, 0, 0, longest - count)), self.parallel.dp)
-        weights, ids = self.router(gathered)
-        for rank, n in enumerate(counts):
-            ids[rank * longest + n : (rank + 1) * longest] = -1
-        out = self.experts(gathered, ids, weights)
-        begin = mine * longest
-        out[begin : begin + count] = self._with_shared(out[begin : begin + count], rows)
-        out = all_reduce(out, self.parallel.world)[begin : begin + count]
-        return F.pad(out, (0, 0, 0, hidden.shape[0] - count))
+        counts, parallel = self.step.counts, self.parallel
+        assert parallel.dp.size == max(1, len(counts)), "each data-parallel rank has to say how many rows it has"
+        shared = None if self.shared is None else self._shared
+        if parallel.experts.all_to_all and parallel.world.size > 1:
+            return by_sending(hidden, counts, parallel, self.router, self.experts, shared, self.experts.slots)
+        return by_gathering(hidden, counts, parallel, self.router, self.experts, shared)
 
-    def _with_shared(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """`out` and this rank's summand of the shared experts' result, both [T, N]."""
-        if self.shared is None:
-            return out
-        shared = self.shared.partial(hidden)
-        if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_gate(hidden))
-        return out + shared
+    def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of the shared experts' result, [T, N]."""
+        assert self.shared is not None
+        out = self.shared.partial(hidden)
+        return out if self.shared_gate is None else out * torch.sigmoid(self.shared_gate(hidden))
 
 
 _numbers = itertools.count()
