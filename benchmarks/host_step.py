@@ -5,7 +5,11 @@ rules (EOS, stop ids, length), prefix cache, block growth, streaming (the step's
 process), the step message made for the worker and the worker's own buffers filled from it. Detokenizing happens in
 the HTTP process, beside the device; its time for the same step is printed on a line of its own.
 
-    python benchmarks/host_step.py [--json] [--steps 400] [--sizes 64,128,256]
+With `--tp N`, N - 1 worker processes get the same steps through the channel that serving uses. A step's device work
+can begin when the slowest rank has filled its buffers, so the time counts until then: encoding, the message's way,
+decoding.
+
+    python benchmarks/host_step.py [--json] [--steps 400] [--sizes 64,128,256] [--tp 2]
 """
 
 from __future__ import annotations
@@ -13,9 +17,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import platform
+import shutil
 import statistics
+import tempfile
 import time
+from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
@@ -23,7 +31,10 @@ import torch
 from xllm_models.hub import DEFAULT_MODEL, list_pulled
 
 from xllm_npu.execution.input_builder import InputBuilder
-from xllm_npu.execution.step_message import build_step_input
+from xllm_npu.execution.shm_ring import RingReader, RingWriter
+from xllm_npu.execution.step_channel import StepReceiver, StepSender
+from xllm_npu.execution.step_message import StepInput, build_step_input
+from xllm_npu.execution.worker_messages import WorkerStop
 from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.scheduler import Scheduler
@@ -35,19 +46,70 @@ from xllm_npu.text.tokenizer import Tokenizer
 BLOCK, CONTEXT, PROMPT = 128, 2048, 192
 PEERS = "nano-vllm 145 / 250 / 470 us, mini-sglang 1,200 / 2,400 / 4,500, vLLM 0.32 2,700 / 4,800 / 9,600"
 PARTS = ("schedule", "message", "build", "process", "encode")
+MIB = 2**20
+
+
+def follow(endpoint: str, ring_fd: int, index: int, times: Connection) -> None:
+    """A worker process: fills its buffers from each step and says when it was done (time.perf_counter)."""
+    torch.set_num_threads(1)
+    receiver = StepReceiver(endpoint, RingReader(ring_fd, index))
+    builder = make_builder(1024)
+    gc.disable()
+    while isinstance(step := receiver.receive(), StepInput):
+        built = builder.build(step)
+        done = time.perf_counter()
+        builder.remember(built.sample_rows, torch.zeros(built.sample_rows.size, dtype=torch.int64))
+        times.send(done)
+    receiver.close()
+
+
+class Followers:
+    """The other ranks of an engine with `tp` of them."""
+
+    def __init__(self, tp: int) -> None:
+        self._directory = tempfile.mkdtemp(prefix="xllm-npu-")
+        endpoint = f"ipc://{self._directory}/steps"
+        ring = RingWriter(64 * MIB, tp - 1)
+        self.sender = StepSender([endpoint], ring, far=False)
+        self._processes, self._times = [], []
+        context = multiprocessing.get_context("fork")
+        for index in range(tp - 1):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=follow, args=(endpoint, ring.fd, index, theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._times.append(ours)
+        heard = 0
+        while heard < tp - 1:
+            heard += self.sender.heard(1000)
+
+    def done(self) -> float:
+        """When the slowest had filled its buffers."""
+        return max(times.recv() for times in self._times)
+
+    def close(self) -> None:
+        self.sender.send(WorkerStop())
+        for process in self._processes:
+            process.join()
+        self.sender.close()
+        shutil.rmtree(self._directory)
+
+
+def make_builder(num_seqs: int) -> InputBuilder:
+    return InputBuilder(max_tokens=65536, max_rows=num_seqs, max_blocks=CONTEXT // BLOCK, block_size=BLOCK,
+                        device=torch.device("cpu"), pinned=False)
 
 
 class HostStep:
     """An engine whose worker answers at once with ready tokens."""
 
-    def __init__(self, num_seqs: int, steps: int) -> None:
+    def __init__(self, num_seqs: int, steps: int, followers: Followers | None = None) -> None:
         blocks = num_seqs * (CONTEXT // BLOCK) + 1
         self.scheduler = Scheduler(SchedulerOptions(
             max_seqs=num_seqs, max_tokens=65536, max_model_len=CONTEXT, num_blocks=blocks, block_size=BLOCK,
             eos_token_ids=(2,)))
-        self.builder = InputBuilder(
-            max_tokens=65536, max_rows=num_seqs, max_blocks=CONTEXT // BLOCK, block_size=BLOCK,
-            device=torch.device("cpu"), pinned=False)
+        self.builder = make_builder(num_seqs)
+        self.followers = followers
         self.encoder = msgspec.msgpack.Encoder()
         rng = np.random.default_rng(0)
         for i in range(num_seqs):
@@ -67,9 +129,13 @@ class HostStep:
         batch = group.batches[0]
         t1 = time.perf_counter()
         message = build_step_input(batch, group.tables[0], BLOCK)
+        if self.followers is not None:
+            self.followers.sender.send(message)
         t2 = time.perf_counter()
         built = self.builder.build(message)
         t3 = time.perf_counter()
+        if self.followers is not None:
+            t3 = max(t3, self.followers.done())
         count = built.sample_rows.size
         result = StepResult(step_id=message.step_id, tokens=self.tokens[:count].tobytes(), seconds=0.01)
         self.builder.remember(built.sample_rows, torch.from_numpy(self.tokens[:count].astype(np.int64)))
@@ -84,13 +150,16 @@ class HostStep:
         return batch.num_decodes, [t1 - t0, t2 - t1, t3 - t2, t5 - t4, t6 - t5]
 
 
-def measure(num_seqs: int, steps: int) -> dict[str, float]:
-    host = HostStep(num_seqs, steps)
+def measure(num_seqs: int, steps: int, tp: int) -> dict[str, float]:
+    followers = Followers(tp) if tp > 1 else None
+    host = HostStep(num_seqs, steps, followers)
     rows = []
     while len(rows) < steps:
         decodes, seconds = host.step()
         if decodes == num_seqs:
             rows.append(seconds)
+    if followers is not None:
+        followers.close()
     rows = rows[len(rows) // 4 :]
     total = sorted(sum(r) for r in rows)
     parts = {name: statistics.median(r[i] for r in rows) * 1e6 for i, name in enumerate(PARTS)}
@@ -126,12 +195,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line: {size: microseconds}")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--sizes", default="64,128,256")
+    parser.add_argument("--tp", type=int, default=1, help="ranks; all but the first in processes of their own")
     args = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
-    found = {size: measure(size, args.steps) for size in map(int, args.sizes.split(","))}
+    found = {size: measure(size, args.steps, args.tp) for size in map(int, args.sizes.split(","))}
     print(f"host time of one decode step, microseconds, median of {args.steps} steps "
-          f"(Python {platform.python_version()}, numpy {np.__version__}, block size {BLOCK})")
+          f"(Python {platform.python_version()}, numpy {np.__version__}, block size {BLOCK}, tp {args.tp})")
     print(f"{'sequences':>10}{'total':>8}{'p90':>8}" + "".join(f"{name:>10}" for name in PARTS))
     for size, row in found.items():
         print(f"{size:>10}{row['us']:>8.0f}{row['p90']:>8.0f}" + "".join(f"{row[name]:>10.0f}" for name in PARTS))

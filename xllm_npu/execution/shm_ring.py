@@ -45,7 +45,8 @@ class RingWriter:
         if offset + length > self.size:  # in one piece: skip the rest of this round
             begin += self.size - offset
             offset = 0
-        if begin + length - int(self._done.min()) > self.size:
+        done = int(self._done.min())
+        if done < self._head and begin + length - done > self.size:  # an empty ring has room wherever it stands
             return None
         self._map[_HEADER + offset : _HEADER + offset + length] = message
         self._head = begin + length

@@ -62,6 +62,10 @@ class Worker:
             prompts = self._prompt_logprobs(step, built, hidden) if step.prompt_logprobs else {}
         return self._result(step, result, prompts, began, p.executor.graph_misses > misses)
 
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.parts.parallel.shutdown()
+
     def _update_rows(self, step: StepInput) -> None:
         sampling = self.parts.sampling
         if self._samples:

@@ -19,6 +19,8 @@ from xllm_npu.state.batch import StepResult
 class StepExecutor(Protocol):
     def execute(self, step: StepInput) -> StepResult: ...
 
+    def close(self) -> None: ...
+
 
 class WorkerClient(Protocol):
     """One rank, or all of an engine's ranks as one."""
@@ -68,6 +70,7 @@ class InProcessWorker:
             except BaseException as error:  # handed to the engine thread, which decides
                 self._results.put(error)
             self.busy_since = None
+        worker.close()
 
     def fail(self, error: BaseException) -> None:
         """Wake whoever waits for this worker with `error`; its thread may be stuck for good. From any thread."""
@@ -105,3 +108,4 @@ class DirectWorker:
 
     def close(self) -> None:
         self._steps.clear()
+        self._worker.close()

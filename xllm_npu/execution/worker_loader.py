@@ -70,6 +70,20 @@ class _Shape:
     block_size: int
 
 
+@dataclass(slots=True, frozen=True)
+class _Start:
+    """What is known before anything is loaded."""
+
+    settings: Settings
+    rank: Rank
+    platform: Platform
+    resolved: hub.ResolvedModel
+    config: ModelConfig
+    dtype: torch.dtype
+    parallel: ParallelState
+    began: float  # time.monotonic()
+
+
 def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWorker:
     """Everything from an idle process to a warm worker; all ranks of a world call it together.
 
@@ -80,10 +94,19 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
     resolved = _resolve(settings, progress)
     config = ModelConfig.from_path(resolved.path)
     dtype = _dtype(settings, config, platform)
-    device = platform.device()
-    capabilities = platform.capabilities
     check_sharding(config, settings.parallel.tp_size)
     parallel = _join(settings, rank, config, platform)
+    try:
+        return _load(_Start(settings, rank, platform, resolved, config, dtype, parallel, began), progress)
+    except BaseException:
+        parallel.shutdown()
+        raise
+
+
+def _load(start: _Start, progress: Progress) -> LoadedWorker:
+    settings, platform, config, parallel = start.settings, start.platform, start.config, start.parallel
+    dtype, resolved, rank = start.dtype, start.resolved, start.rank
+    device, capabilities = platform.device(), platform.capabilities
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
     model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
     backend = _attention_backend(settings, platform, model.attention_needs)
@@ -118,7 +141,7 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
         max_model_len=shape.max_model_len, eos_token_ids=list(config.eos_token_ids), num_kv_blocks=blocks - 1,
         block_size=shape.block_size, max_seqs=shape.max_seqs, max_tokens_per_batch=shape.max_tokens,
         weight_bytes=report.bytes, kv_cache_bytes=blocks * backend.kv_bytes_per_block(spec), graph_sizes=sizes,
-        load_seconds=time.monotonic() - began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
+        load_seconds=time.monotonic() - start.began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
         tokenizer_dir=str(resolved.tokenizer_dir), default_sampling=_default_sampling(config),
     )
     return LoadedWorker(worker, ready, resolved.tokenizer_dir)

@@ -79,6 +79,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                               weight_bytes=loaded.ready.weight_bytes, load_seconds=loaded.ready.load_seconds))
     while not isinstance(step := steps.receive(), WorkerStop):
         loaded.worker.execute(step)
+    loaded.worker.close()
     steps.close()
 
 

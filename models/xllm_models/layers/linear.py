@@ -50,10 +50,19 @@ class ParallelLinear(nn.Module):
         self.weight.data = self.weight.data.new_empty(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and self.packed is not None:
-            # A packed matrix is opaque to the compiler, and one compilation serves the layers of all depths: so the
-            # traced code holds no matrix, only a tensor with this layer's number.
+        if torch.compiler.is_compiling() and self.opaque:
+            # A packed matrix means nothing to the compiler, and one compilation serves the layers of all depths: so
+            # the traced code holds no matrix, only a tensor with this layer's number.
             return torch.ops.xllm_models.linear(x, self.handle, self.out_features)
+        return self.compute(x)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the compiler must not look inside."""
+        return self.packed is not None
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of `forward`, eagerly."""
         return self.apply_weight(x)
 
     def apply_weight(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,13 +124,16 @@ class RowLinear(ParallelLinear):
             found[f"{name}.bias"] = Placement(self.bias, (self.out_features,))
         return found
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.partial(x)
-        return y if self.group.size == 1 else all_reduce(y, self.group)
+    @property
+    def opaque(self) -> bool:
+        return self.packed is not None or self.group.size > 1
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.partial(x), self.group)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand."""
-        return super().forward(x)
+        """This rank's summand; for callers that no compiler traces."""
+        return self.apply_weight(x)
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -138,7 +150,7 @@ _library.define("linear(Tensor x, Tensor handle, SymInt out_features) -> Tensor"
 
 
 def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
-    return _layers[int(handle)].apply_weight(x)
+    return _layers[int(handle)].compute(x)
 
 
 def _linear_shape(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
