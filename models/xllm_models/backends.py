@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
-from xllm_models.attention.base import AttentionBackend
+from xllm_models.attention.base import AttentionBackend, PagedBackend
+from xllm_models.attention.mla_base import MlaBackend
+from xllm_models.config import ModelConfig
 
 _OPS = {
     "torch": "xllm_models.ops.torch_ops",
@@ -22,6 +25,11 @@ _ATTENTION = {
     "numba": "xllm_models.attention.cpu_attention:CpuAttention",
     "npu": "xllm_models.attention.npu_attention:NpuAttention",
     "cuda": "xllm_models.attention.cuda_attention:CudaAttention",
+}
+# Latent attention, under the same names; where one has none, torch's serves.
+_MLA_ATTENTION = {
+    "torch": "xllm_models.attention.torch_mla:TorchMla",
+    "numba": "xllm_models.attention.cpu_mla:CpuMla",
 }
 
 
@@ -39,12 +47,32 @@ def register_attention(name: str, target: str) -> None:
     _ATTENTION[name] = target
 
 
+def register_mla_attention(name: str, target: str) -> None:
+    """`target` is "module:Class" of an MlaBackend whose constructor takes an MlaSpec."""
+    _MLA_ATTENTION[name] = target
+
+
 def get_ops(name: str) -> ModuleType:
     return importlib.import_module(_find(_OPS, name, "operator set"))
 
 
 def get_attention(name: str) -> type[AttentionBackend]:
-    module, _, attribute = _find(_ATTENTION, name, "attention backend").partition(":")
+    return _load(_find(_ATTENTION, name, "attention backend"))
+
+
+def get_mla_attention(name: str) -> type[MlaBackend]:
+    if name in _ATTENTION and name not in _MLA_ATTENTION:
+        name = "torch"
+    return _load(_find(_MLA_ATTENTION, name, "attention backend"))
+
+
+def attention_for(config: ModelConfig, name: str) -> type[PagedBackend]:
+    """The backend of this name for what the model caches: keys and values, or latents."""
+    return get_attention(name) if config.mla is None else get_mla_attention(name)
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

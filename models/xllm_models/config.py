@@ -15,6 +15,7 @@ from typing import Any
 
 from xllm_models.config_defaults import complete
 from xllm_models.config_keys import ConfigKeys, ModelConfigError, architecture_of, read_json
+from xllm_models.mla_config import MlaConfig, read_mla
 from xllm_models.moe_config import MoeConfig, read_moe
 from xllm_models.rope_config import ROPE_TYPES, RopeConfig, read_local_rope, read_rope
 
@@ -56,8 +57,8 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # latent attention: 1, which every rank holds
+    head_dim: int  # of queries and keys
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
@@ -68,6 +69,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm over each query and key head
     sliding_window: int = 0  # 0: none
     layer_sliding_windows: tuple[int, ...] = ()  # [num_layers]; 0: that layer sees everything
+    mla: MlaConfig | None = None  # latent attention; None: keys and values of their own
     rope: RopeConfig = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None  # of layers with a window, where theirs is another
     rope_interleaved: bool = False  # pairs are neighbours (2i, 2i + 1), not (i, i + half)
@@ -96,6 +98,18 @@ class ModelConfig:
         if self.rope.type == "yarn":
             length = self.rope.original_max_position_embeddings
         return int(length * self.rope.factor)
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """Of what rotates: whole heads, or the part that latent attention keeps for it."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Values a token's attention works on in one layer: queries, keys, values, or what stands for them."""
+        if self.mla is None:
+            return self.num_heads * self.head_dim * 3
+        return self.num_heads * (self.head_dim + self.mla.cache_width + self.mla.kv_lora_rank + self.mla.v_head_dim)
 
     @classmethod
     def from_path(cls, path: str | Path) -> ModelConfig:
@@ -131,11 +145,13 @@ class ModelConfig:
         model_type = keys.text("model_type", "")
         _refuse_unknown(keys, model_type)
         hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+        mla = read_mla(keys, model_type)
         num_layers = keys.count("num_hidden_layers")
         qkv_bias, output_bias = _attention_biases(keys, model_type)
         window, layer_windows = _sliding_windows(keys, model_type, num_layers)
         max_positions = keys.count("max_position_embeddings")
-        head_dim, rope = _head_dim(keys, hidden_size, num_heads), read_rope(keys, model_type, max_positions)
+        head_dim = mla.qk_head_dim if mla else _head_dim(keys, hidden_size, num_heads)
+        rope = read_rope(keys, model_type, max_positions)
         _check_factors(keys, rope, head_dim)
         generation_keys = ConfigKeys(generation or {}, str(Path(source).with_name("generation_config.json")))
         return cls(
@@ -146,7 +162,7 @@ class ModelConfig:
             intermediate_size=keys.count("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(keys, num_heads),
+            num_kv_heads=1 if mla else _num_kv_heads(keys, num_heads),
             head_dim=head_dim,
             max_position_embeddings=max_positions,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
@@ -158,6 +174,7 @@ class ModelConfig:
             qk_norm=model_type in _QK_NORM or (model_type == "glm4_moe" and keys.flag("use_qk_norm")),
             sliding_window=window,
             layer_sliding_windows=layer_windows,
+            mla=mla,
             rope=rope,
             local_rope=read_local_rope(keys, model_type, max_positions),
             rope_interleaved=model_type in ("glm", "glm4"),

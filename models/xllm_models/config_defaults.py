@@ -18,6 +18,10 @@ _GLM = {
     "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
     "attention_bias": True, "eos_token_id": _GLM_EOS, "pad_token_id": 151329, "max_position_embeddings": 131072,
 }
+_DEEPSEEK = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = {**_DEEPSEEK, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": 4096},
@@ -38,6 +42,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4": _GLM,
     "glm4_moe": {
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+    "deepseek_v2": {**_DEEPSEEK, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": {
+        **_DEEPSEEK_V3, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    },
+    "youtu": {
+        **_DEEPSEEK, "bos_token_id": 128000, "eos_token_id": 128001, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,

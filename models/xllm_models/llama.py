@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from xllm_platform.parallel import ParallelState
 
-from xllm_models.attention.base import AttentionBackend, AttentionSpec
+from xllm_models.attention.base import AttentionSpec, PagedBackend
+from xllm_models.attention.mla_base import MlaSpec
 from xllm_models.config import ModelConfig
 from xllm_models.forward_input import ForwardInput
 from xllm_models.layers.decoder import DecoderLayer
@@ -54,7 +55,7 @@ class LlamaForCausalLM(nn.Module):
         tied = self.embedding.weight if config.tie_word_embeddings else None
         self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype, device=device)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
-        self.rotaries = [RotaryTable(rope, config.head_dim, device, config.max_context_length) for rope in ropes]
+        self.rotaries = [RotaryTable(rope, config.rotary_head_dim, device, config.max_context_length) for rope in ropes]
         self.layer_rotaries = [self.rotaries[-1 if window else 0] for window in self.sliding_windows]
 
     @property
@@ -88,14 +89,14 @@ class LlamaForCausalLM(nn.Module):
 
     @property
     def attention_needs(self) -> frozenset[str]:
-        """What of AttentionBackend.features the layers use."""
+        """What of PagedBackend.features the layers use."""
         return frozenset(need for layer in self.layers for need in layer.attention.spec.needs)  # type: ignore[union-attr]
 
-    def attention_spec(self, block_size: int) -> AttentionSpec:
+    def attention_spec(self, block_size: int) -> AttentionSpec | MlaSpec:
         return AttentionSpec(self.config.num_layers, self.shard.num_heads, self.shard.num_kv_heads,
                              self.config.head_dim, block_size, self.storage_dtype, self.device)
 
-    def bind_attention(self, backend: AttentionBackend) -> None:
+    def bind_attention(self, backend: PagedBackend) -> None:
         for layer in self.layers:
             layer.attention.backend = backend  # type: ignore[union-attr]
 

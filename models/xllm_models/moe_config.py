@@ -83,7 +83,62 @@ def _mixtral(keys: ConfigKeys, num_layers: int) -> MoeConfig:
     )
 
 
+def _deepseek_v2(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    method = keys.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise keys.error("topk_method", f'is "{method}"; supported: greedy, group_limited_greedy.')
+    groups = (1, 1) if method == "greedy" else (keys.count("n_group"), keys.count("topk_group"))
+    return MoeConfig(
+        num_experts=_routed_experts(keys, 64), top_k=keys.count("num_experts_per_tok", 1),
+        intermediate_size=keys.count("moe_intermediate_size", 1407), layers=_deepseek_layers(keys, num_layers, 0),
+        normalize=False,  # transformers never normalises this family's weights; its checkpoints do not ask for it
+        scaling_factor=keys.positive_number("routed_scaling_factor", 1.0), float32_logits=True,
+        num_groups=groups[0], top_groups=groups[1], group_score="max",
+        shared_intermediate_size=_shared_width(keys, 1407, 2),
+    )
+
+
+def _deepseek_v3(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=_routed_experts(keys, 256), top_k=keys.count("num_experts_per_tok", 8),
+        intermediate_size=keys.count("moe_intermediate_size", 2048), layers=_deepseek_layers(keys, num_layers, 3),
+        scoring="sigmoid", normalize=keys.flag("norm_topk_prob", True), correction_bias=True, float32_logits=True,
+        scaling_factor=keys.positive_number("routed_scaling_factor", 2.5), num_groups=keys.count("n_group", 8),
+        top_groups=keys.count("topk_group", 4), group_score="top2_sum",
+        shared_intermediate_size=_shared_width(keys, 2048, 1),
+    )
+
+
+def _routed_experts(keys: ConfigKeys, default: int) -> int:
+    return keys.count("n_routed_experts", 1 if keys.has("n_routed_experts") else default)  # null: a model without
+
+
+def _shared_width(keys: ConfigKeys, width: int, count: int) -> int:
+    if keys.has("n_shared_experts") and keys.get("n_shared_experts") in (None, 0):
+        return 0
+    return keys.count("moe_intermediate_size", width) * keys.count("n_shared_experts", count)
+
+
+def _deepseek_layers(keys: ConfigKeys, num_layers: int, dense: int) -> tuple[bool, ...]:
+    """The first layers are plain, of those after them every moe_layer_freq-th has experts."""
+    if keys.has("n_routed_experts") and keys.get("n_routed_experts") is None:
+        return (False,) * num_layers
+    kinds = keys.get("mlp_layer_types")  # the newer spelling, which lists them
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}:
+            raise keys.error("mlp_layer_types", f'must say "dense" or "sparse" for {num_layers} layers, not {kinds!r}.')
+        return tuple(kind == "sparse" for kind in kinds[:num_layers])
+    first = keys.get("first_k_dense_replace")
+    first = dense if first is None else first and keys.count("first_k_dense_replace")  # 0 is a fine value here
+    step = keys.count("moe_layer_freq", 1)
+    return tuple(i >= first and i % step == 0 for i in range(num_layers))
+
+
 _READERS: dict[str, Callable[[ConfigKeys, int], MoeConfig]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,

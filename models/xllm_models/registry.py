@@ -16,9 +16,12 @@ from xllm_models.config import ModelConfig
 from xllm_models.llama import LlamaForCausalLM
 
 _MODELS = {
+    "DeepseekV2ForCausalLM": "xllm_models.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "xllm_models.deepseek:DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM": "xllm_models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "xllm_models.gemma:Gemma3ForCausalLM",
     "Glm4ForCausalLM": "xllm_models.glm4:Glm4ForCausalLM",
+    "Glm4MoeLiteForCausalLM": "xllm_models.deepseek:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": "xllm_models.glm4:GlmForCausalLM",
     "LlamaForCausalLM": "xllm_models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "xllm_models.mistral:MistralForCausalLM",
@@ -28,6 +31,7 @@ _MODELS = {
     "Qwen2MoeForCausalLM": "xllm_models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "xllm_models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "xllm_models.qwen3_moe:Qwen3MoeForCausalLM",
+    "YoutuForCausalLM": "xllm_models.deepseek:YoutuForCausalLM",
 }
 
 

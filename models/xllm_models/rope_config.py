@@ -45,13 +45,19 @@ class RopeConfig:
         if self.type == "longrope":
             original = self.original_max_position_embeddings
             return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(original))
-
-        def scale(mscale: float) -> float:
-            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
         if self.mscale and self.mscale_all_dim:
-            return scale(self.mscale) / scale(self.mscale_all_dim)
-        return scale(1.0)
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def latent_score_scale(self) -> float:
+        """Factor on the scores of latent attention, which alone reads `mscale_all_dim` this way."""
+        if self.type == "default" or not self.mscale_all_dim:
+            return 1.0
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    def _magnitude(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 def read_rope(keys: ConfigKeys, model_type: str, max_positions: int) -> RopeConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from xllm_models.backends import get_attention
+from xllm_models.backends import attention_for
 from xllm_models.config import ModelConfig
 from xllm_models.forward_input import AttentionMetadata, ForwardInput
 from xllm_models.registry import build_model
@@ -60,7 +60,7 @@ class PagedModel:
     ) -> None:
         self.model = build_model(ModelConfig.from_path(directory), dtype=dtype, kernels=kernels, parallel=parallel)
         self.report = load_weights(self.model, open_source(directory))
-        self.backend = get_attention(attention)(self.model.attention_spec(block_size))
+        self.backend = attention_for(self.model.config, attention)(self.model.attention_spec(block_size))
         self.backend.allocate_kv_caches(num_blocks)
         self.model.bind_attention(self.backend)
         self.blocks = BlockTables(num_blocks, block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from xllm_models.attention.base import AttentionBackend
+from xllm_models.attention.base import PagedBackend
 from xllm_models.forward_input import ForwardInput
 
 from xllm_npu.execution.graph_runner import GraphRunner
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class EagerRunner:
-    def __init__(self, model: torch.nn.Module, attention: AttentionBackend) -> None:
+    def __init__(self, model: torch.nn.Module, attention: PagedBackend) -> None:
         self._model = model
         self._attention = attention
 

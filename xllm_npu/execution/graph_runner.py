@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Callable
 
 import torch
-from xllm_models.attention.base import AttentionBackend
+from xllm_models.attention.base import PagedBackend
 from xllm_models.forward_input import ForwardInput
 from xllm_platform.base import Graph, Platform
 
@@ -20,7 +20,7 @@ Forward = Callable[[ForwardInput], torch.Tensor]
 
 
 class GraphRunner:
-    def __init__(self, platform: Platform, model: torch.nn.Module, attention: AttentionBackend) -> None:
+    def __init__(self, platform: Platform, model: torch.nn.Module, attention: PagedBackend) -> None:
         self._backend = platform.graph_backend()
         self._attention = attention
         self._model = model

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from xllm_models.attention.base import AttentionBackend
+from xllm_models.attention.base import PagedBackend
 from xllm_platform.base import Platform
 from xllm_platform.collectives import broadcast
 from xllm_platform.parallel import ParallelState
@@ -35,7 +35,7 @@ class WorkerParts:
 
     platform: Platform
     model: torch.nn.Module
-    attention: AttentionBackend
+    attention: PagedBackend
     builder: InputBuilder
     executor: Executor
     sampling: SamplingState

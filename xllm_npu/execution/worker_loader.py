@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from xllm_models import hub
-from xllm_models.attention.base import AttentionBackend, AttentionSpec
-from xllm_models.backends import get_attention
+from xllm_models.attention.base import PagedBackend
+from xllm_models.backends import attention_for
 from xllm_models.config import ModelConfig
 from xllm_models.layers.sharding import check_sharding
 from xllm_models.registry import build_model
@@ -109,7 +110,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     device, capabilities = platform.device(), platform.capabilities
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
     model = build_model(config, dtype=dtype, device=device, kernels=capabilities.kernels, parallel=parallel)
-    backend = _attention_backend(settings, platform, model.attention_needs)
+    backend = _attention_backend(settings, platform, config, model.attention_needs)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
 
     def on_weights(done: int, total: int) -> None:
@@ -220,27 +221,29 @@ def _shape(settings: Settings, config: ModelConfig, platform: Platform) -> _Shap
     return _Shape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, settings.kv_cache.block_size)
 
 
-def _attention_backend(settings: Settings, platform: Platform, needs: frozenset[str]) -> type[AttentionBackend]:
+def _attention_backend(
+    settings: Settings, platform: Platform, config: ModelConfig, needs: frozenset[str]
+) -> type[PagedBackend]:
     """The one asked for, or the platform's first that has what the model's attention `needs`."""
     name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
     if name != "auto" and name not in offered:
         raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
                         f"set --attention_backend to one of {', '.join(offered)}.")
-    able = [one for one in offered if needs <= get_attention(one).features]
+    able = [one for one in offered if needs <= attention_for(config, one).features]
     lacking = " and ".join(sorted(needs))
     if not able:
         raise LoadError(f"The model's attention has {lacking}, and no attention backend of platform {platform.name} "
                         f"({', '.join(offered)}) has it: serve it on another platform.")
     if name == "auto":
-        return get_attention(able[0])
+        return attention_for(config, able[0])
     if name not in able:
         raise LoadError(f"The model's attention has {lacking}, and attention backend {name} has not: "
                         f"set --attention_backend to auto or to one of {', '.join(able)}.")
-    return get_attention(name)
+    return attention_for(config, name)
 
 
 def _capacity(
-    settings: Settings, rank: Rank, platform: Platform, backend: type[AttentionBackend], spec: AttentionSpec,
+    settings: Settings, rank: Rank, platform: Platform, backend: type[PagedBackend], spec: Any,
     config: ModelConfig, shape: _Shape,
 ) -> tuple[int, _Shape]:
     """Blocks (the dummy included); the shape, with a max_model_len nobody asked for cut to what the cache holds."""
@@ -267,12 +270,12 @@ def _capacity(
 
 def _workspace_bytes(config: ModelConfig, shape: _Shape) -> int:
     """A generous bound on what the largest step needs beside weights and cache: activations, logits, sampling."""
-    widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.num_heads * config.head_dim * 3
+    widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.attention_width
     return shape.max_tokens * widest * 4 + shape.max_seqs * config.vocab_size * 4 * 3
 
 
 def _graph_sizes(
-    settings: Settings, platform: Platform, backend: type[AttentionBackend], shape: _Shape
+    settings: Settings, platform: Platform, backend: type[PagedBackend], shape: _Shape
 ) -> list[int]:
     if not settings.execution.enable_graph:
         return []
@@ -288,7 +291,7 @@ def _graph_sizes(
 
 
 def _capture(
-    platform: Platform, model: torch.nn.Module, attention: AttentionBackend, sizes: list[int], builder: InputBuilder,
+    platform: Platform, model: torch.nn.Module, attention: PagedBackend, sizes: list[int], builder: InputBuilder,
     progress: Progress, dp_size: int,
 ) -> GraphRunner | None:
     if not sizes:
@@ -300,7 +303,7 @@ def _capture(
     return runner
 
 
-def _warm_up(worker: Worker, attention: AttentionBackend, shape: _Shape, progress: Progress) -> None:
+def _warm_up(worker: Worker, attention: PagedBackend, shape: _Shape, progress: Progress) -> None:
     """Run a prompt and a decode on the dummy block, so that no request pays for first-time compilation."""
     progress(EngineProgress("Warming up", 0, 1))
     attention.warmup()

@@ -1,15 +1,19 @@
-"""The attention backend's contract: it owns how K and V are laid out and how queries read them.
+"""The attention backends' contract: they own how the cache is laid out and how queries read it.
 
 One instance per worker, stateful across steps (workspaces, plans, graph-mode buffers). Sequence of calls:
 `allocate_kv_caches` once; then for each step `prepare(metadata)` once and `forward(...)` once a layer.
 Within one `forward`, K and V of all query tokens are written before any query reads, so a row may read blocks that
 another row of the same step writes (prefix sharing inside a batch relies on this).
+
+`PagedBackend` is what the runner knows. What `forward` takes depends on what a model caches: keys and values
+(`AttentionBackend`) or latents (mla_base.MlaBackend).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,25 +46,25 @@ class LayerAttention:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend must be able to do beyond the ordinary (`AttentionBackend.features`)."""
+        """What a backend must be able to do beyond the ordinary (`PagedBackend.features`)."""
         used = {"softcap": self.softcap > 0, "sinks": self.sinks is not None}
         return frozenset(name for name in used if used[name])
 
 
-class AttentionBackend(ABC):
-    spec: AttentionSpec
+class PagedBackend(ABC):
+    spec: Any  # AttentionSpec or MlaSpec
     features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
     # Whether `forward` reads everything that changes between steps from device memory, so that it may be captured in a
     # graph. One that reads lengths on the host would replay with those of the capture.
     capture_safe: bool = False
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: Any) -> None:
         self.spec = spec
 
     @classmethod
     @abstractmethod
-    def kv_bytes_per_block(cls, spec: AttentionSpec) -> int:
-        """Bytes one block takes over all layers, K and V."""
+    def kv_bytes_per_block(cls, spec: Any) -> int:
+        """Bytes one block takes over all layers."""
 
     @abstractmethod
     def allocate_kv_caches(self, num_blocks: int) -> None:
@@ -74,11 +78,17 @@ class AttentionBackend(ABC):
         """Once a step, before the first layer."""
 
     @abstractmethod
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """pairs [N, 2] int64 (source, destination): copy whole blocks in every layer, in order."""
+
+
+class AttentionBackend(PagedBackend):
+    """Caches every key/value head's K and V."""
+
+    spec: AttentionSpec
+
+    @abstractmethod
     def forward(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """query [T, H, E], key and value [T, K, E] -> [T, H*E]. Writes K and V, then attends (causal)."""
-
-    @abstractmethod
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """pairs [N, 2] int64 (source, destination): copy whole blocks in every layer, in order."""

@@ -48,8 +48,8 @@ class CpuAttention(AttentionBackend):
         spec = self.spec
         keys = (num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size)
         values = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        self.key_caches = [_untouched_zeros(keys, spec.dtype) for _ in range(spec.num_layers)]
-        self.value_caches = [_untouched_zeros(values, spec.dtype) for _ in range(spec.num_layers)]
+        self.key_caches = [untouched_zeros(keys, spec.dtype) for _ in range(spec.num_layers)]
+        self.value_caches = [untouched_zeros(values, spec.dtype) for _ in range(spec.num_layers)]
 
     def warmup(self) -> None:
         """Commit the memory of the first blocks, which the first requests would otherwise wait for."""
@@ -154,7 +154,7 @@ def _sinks(layer: LayerAttention) -> tuple[int, int]:
     return (0, 0) if layer.sinks is None else (layer.sinks.data_ptr(), layer.sinks.numel())
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose pages the system commits when they are first written; torch.zeros writes them all at once."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 

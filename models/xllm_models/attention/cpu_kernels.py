@@ -32,7 +32,7 @@ from xllm_models.ops.cpu_numeric import (
 )
 from xllm_models.ops.cpu_team import team_barrier, team_rank, team_share, team_size
 
-_LOWEST = np.float32(-3.0e38)
+LOWEST = np.float32(-3.0e38)
 
 
 @njit(error_model="numpy", fastmath=FAST)
@@ -136,7 +136,7 @@ def _cap(scores, n, softcap):
 
 
 @njit(error_model="numpy", fastmath=FAST, inline="always")
-def _soften(scores, n, peak, total, sums):
+def soften(scores, n, peak, total, sums):
     """Scores become weights relative to the highest score so far; earlier sums are rescaled to it."""
     for g in range(scores.shape[0]):
         row, top = scores[g], peak[g]
@@ -223,7 +223,7 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
         if at <= begin or low_tile >= high_tile:
             continue
         for g in range(groups):
-            peak[g], total[g] = _LOWEST, np.float32(0)
+            peak[g], total[g] = LOWEST, np.float32(0)
             if sinks.size > 0 and low_tile == 0:
                 peak[g], total[g] = sinks[head * groups + g], np.float32(1)
             for e in range(size):
@@ -236,7 +236,7 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
             _scores(q, keys[block, head, :, low:high], high - low, wide_keys, scores)
             if softcap > 0:
                 _cap(scores, high - low, softcap)
-            _soften(scores, high - low, peak, total, sums)
+            soften(scores, high - low, peak, total, sums)
             _add_values(scores, values[block, head, low:high], high - low, wide_values, sums)
         if low_tile == 0 and high_tile == count:
             for g in range(groups):
@@ -250,11 +250,11 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
                 parts[slot, g, size], parts[slot, g, size + 1] = peak[g], total[g]
             slot += 1
     team_barrier()
-    _merge(parts, part_rows, out, num_kv_heads, sums, q)
+    merge(parts, part_rows, out, num_kv_heads, sums, q)
 
 
 @njit(error_model="numpy", fastmath=FAST)
-def _merge(parts, part_rows, out, num_kv_heads, sums, scratch):
+def merge(parts, part_rows, out, num_kv_heads, sums, scratch):
     """Finish rows that were cut: the thread with a row's first part adds the parts of the threads after it."""
     groups, size = sums.shape
     slots = 2 * np.int64(team_size())
@@ -269,7 +269,7 @@ def _merge(parts, part_rows, out, num_kv_heads, sums, scratch):
             continue
         b, head = row // num_kv_heads, row % num_kv_heads
         for g in range(groups):
-            peak, total = _LOWEST, np.float32(0)
+            peak, total = LOWEST, np.float32(0)
             for slot in range(mine, slots):
                 if part_rows[slot] == row:
                     peak = max(peak, parts[slot, g, size])

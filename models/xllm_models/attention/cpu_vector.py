@@ -1,6 +1,6 @@
-"""The two inner loops of paged decode attention, written as vector instructions.
+"""The inner loops of paged decode attention, written as vector instructions.
 
-Both multiply a few query rows (the heads that share one K/V head) with a strip of cached vectors and keep their sums
+They multiply a few query rows (the heads that share one K/V head) with a strip of cached vectors and keep their sums
 in registers, which the loops that numba vectorises by itself do not: those read and write the sums in memory for every
 four products. LANES positions (or head dimensions) make a vector; callers do what is left over. Knows float32 and
 bfloat16 only. LLVM maps the vectors to whatever the machine has.
@@ -132,3 +132,72 @@ def _passes(bfloat, by_column):
 
 scores_float, scores_bfloat = _passes(False, False), _passes(True, False)
 values_float, values_bfloat = _passes(False, True), _passes(True, True)
+
+
+def _dot_block(rows, columns):
+    """An intrinsic: out[r, c] = left[r] . right[c] for a few rows and columns; `count` vectors of LANES make a row.
+
+    Arguments (int64): left, its row stride, right, its row stride, count, out, its row stride, in float32 elements.
+    """
+
+    def codegen(context, builder, signature, args):
+        left, left_stride, right, right_stride, count, out, out_stride = args
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = {(r, c): cgutils.alloca_once_value(builder, zero) for r in range(rows) for c in range(columns)}
+        for place in sums.values():
+            builder.store(zero, place)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.mul(loop.index, ir.Constant(_I64, LANES))
+
+            def row_of(address, stride, row):
+                index = builder.add(builder.mul(ir.Constant(_I64, row), stride), at)
+                return _load_vector(builder, address, index, False)
+
+            strips = [row_of(right, right_stride, c) for c in range(columns)]
+            for r in range(rows):
+                factor = row_of(left, left_stride, r)
+                for c in range(columns):
+                    product = builder.fmul(factor, strips[c], flags=("contract",))
+                    builder.store(builder.fadd(product, builder.load(sums[r, c]), flags=("contract",)), sums[r, c])
+        across = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32, _VECTOR]),
+                                                f"llvm.vector.reduce.fadd.v{LANES}f32")
+        for (r, c), place in sums.items():
+            dot = builder.call(across, [ir.Constant(_F32, 0.0), builder.load(place)], fastmath=("reassoc",))
+            index = builder.add(builder.mul(ir.Constant(_I64, r), out_stride), ir.Constant(_I64, c))
+            builder.store(dot, builder.gep(_pointer(builder, out, _F32), [index]), align=4)
+        return context.get_dummy_value()
+
+    def typing(typingctx, left, left_stride, right, right_stride, count, out, out_stride):
+        return types.void(*[types.int64] * 7), codegen
+
+    return intrinsic(typing)
+
+
+_block2, _block1 = _dot_block(MAX_ROWS, WIDE), _dot_block(MAX_ROWS, 1)
+_strip2, _strip1 = _dot_block(1, WIDE), _dot_block(1, 1)
+
+
+@njit(error_model="numpy")
+def dots_float(rows, columns, left, left_stride, right, right_stride, width, out, out_stride):
+    """out[r, c] = left[r] . right[c] over `width` values, a multiple of LANES; addresses and strides of float32."""
+    count = width // LANES
+    r = 0
+    while r < rows:
+        many = r + MAX_ROWS <= rows
+        c = 0
+        while c < columns:
+            a, b = left + 4 * r * left_stride, right + 4 * c * right_stride
+            o = out + 4 * (r * out_stride + c)
+            if c + WIDE <= columns:
+                if many:
+                    _block2(a, left_stride, b, right_stride, count, o, out_stride)
+                else:
+                    _strip2(a, left_stride, b, right_stride, count, o, out_stride)
+                c += WIDE
+            else:
+                if many:
+                    _block1(a, left_stride, b, right_stride, count, o, out_stride)
+                else:
+                    _strip1(a, left_stride, b, right_stride, count, o, out_stride)
+                c += 1
+        r += MAX_ROWS if many else 1

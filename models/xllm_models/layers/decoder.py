@@ -18,6 +18,7 @@ from xllm_platform.parallel import ParallelState
 
 from xllm_models.attention.base import AttentionBackend, LayerAttention
 from xllm_models.config import ModelConfig
+from xllm_models.layers.latent_attention import LatentAttention
 from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
 from xllm_models.layers.mlp import GatedMLP
 from xllm_models.layers.moe import SparseMoe, StepTokens
@@ -100,7 +101,8 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, shard: Shard, parallel: ParallelState, step: StepTokens, **kind: object
     ) -> None:
         super().__init__()
-        self.attention = Attention(config, layer, shard, **kind)
+        attention = Attention if config.mla is None else LatentAttention
+        self.attention = attention(config, layer, shard, **kind)
         self.mlp: GatedMLP | SparseMoe
         self.mlp_name = "mlp"
         if config.moe is not None and config.moe.layers[layer]:

@@ -51,11 +51,19 @@ class RotaryTable:
 
 def halves_of_pairs(placement: Placement, head_dim: int, rotary_dim: int) -> Placement:
     """The same rows of heads, but of each head's rotated dimensions 0, 2, 4... come first, then 1, 3, 5..."""
-    order = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2),
-                       torch.arange(rotary_dim, head_dim)))
+    return reordered(placement, torch.cat((pairs_to_halves(rotary_dim), torch.arange(rotary_dim, head_dim))))
+
+
+def pairs_to_halves(rotary_dim: int) -> torch.Tensor:
+    """0, 2, 4... 1, 3, 5..."""
+    return torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
+
+
+def reordered(placement: Placement, order: torch.Tensor) -> Placement:
+    """The same rows of heads, those of each head in this order, [head_dim] int64."""
 
     def store(part: torch.Tensor) -> None:
-        heads = part.view(-1, head_dim, *part.shape[1:])[:, order]
+        heads = part.view(-1, order.numel(), *part.shape[1:])[:, order]
         placement.param.data[placement.dest].copy_(heads.reshape(part.shape))
 
     return dataclasses.replace(placement, store=store)

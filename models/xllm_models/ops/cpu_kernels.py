@@ -153,3 +153,25 @@ def rotary(data):
     else:
         weights = f32(a[10], a[12]), f32(a[11], a[12])
         _rotary_rows(f32(a[1], shape), positions, table, a[5], a[5] + a[6], weights[0], weights[1], eps)
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _norm_and_rotate_rows(x, weight, positions, cos_sin, eps):
+    begin, end = team_share(x.shape[0])
+    width = weight.size
+    for row in range(begin, end):
+        latent = x[row, :width]
+        _normalise(latent, latent, weight, width, eps)
+        _rotate(x[row, width:], cos_sin[positions[row]], cos_sin.shape[1] // 2)
+
+
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
+def norm_and_rotate(data):
+    """encoding, x (in place), weight, positions, cos_sin, tokens, C, P, R, eps"""
+    a = arguments_of(data)
+    shape, eps = (a[5], a[6] + a[8]), np.float32(double_of(a[9]))
+    positions, table = i64(a[3], a[5]), f32(a[4], (a[7], a[8]))
+    if a[0] == BFLOAT16:
+        _norm_and_rotate_rows(u16(a[1], shape), u16(a[2], a[6]), positions, table, eps)
+    else:
+        _norm_and_rotate_rows(f32(a[1], shape), f32(a[2], a[6]), positions, table, eps)

@@ -15,8 +15,8 @@ from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
 from xllm_models.ops.torch_ops import ACTIVATIONS, linear, moe_experts, route
 
-__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "pack_linear",
-           "rms_norm", "rotary", "route"]
+__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
+           "pack_linear", "rms_norm", "rotary", "route"]
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _KINDS = {"silu": cpu_kernels.SILU, "gelu": cpu_kernels.GELU, "gelu_tanh": cpu_kernels.GELU_TANH}
@@ -27,6 +27,7 @@ _rms_norm = cpu_kernels.rms_norm.address
 _add_rms_norm = cpu_kernels.add_rms_norm.address
 _act_and_mul = cpu_kernels.act_and_mul.address
 _rotary = cpu_kernels.rotary.address
+_norm_and_rotate = cpu_kernels.norm_and_rotate.address
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 
@@ -76,6 +77,17 @@ def rotary(
         qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[0], cos_sin.shape[1], q_address, k_address,
         norm_width, float_bits(eps), encoding)
     return qkv
+
+
+def norm_and_rotate(
+    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if torch.compiler.is_compiling() or not x.is_contiguous():
+        return torch_ops.norm_and_rotate(x, weight, positions, cos_sin, eps)
+    run(_norm_and_rotate, _threads(x.numel()), _ENCODINGS[x.dtype], x.data_ptr(), weight.data_ptr(),
+        positions.data_ptr(), cos_sin.data_ptr(), x.shape[0], weight.shape[0], cos_sin.shape[0], cos_sin.shape[1],
+        float_bits(eps))
+    return x
 
 
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -8,10 +8,18 @@ from __future__ import annotations
 import torch
 
 from xllm_models.ops import torch_ops
-from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, moe_experts, pack_linear, route
+from xllm_models.ops.torch_ops import (
+    ACTIVATIONS,
+    linear,
+    linear_packed,
+    moe_experts,
+    norm_and_rotate,
+    pack_linear,
+    route,
+)
 
-__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "pack_linear",
-           "rms_norm", "rotary", "route"]
+__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
+           "pack_linear", "rms_norm", "rotary", "route"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

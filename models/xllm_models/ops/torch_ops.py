@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from xllm_models.ops.torch_moe import gated, moe_experts, route
 
-__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "pack_linear",
-           "rms_norm", "rotary", "route"]
+__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
+           "pack_linear", "rms_norm", "rotary", "route"]
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu",
@@ -67,6 +67,18 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: i
     if rotary_dim < x.shape[-1]:
         parts.append(x[..., rotary_dim:])
     return torch.cat(parts, dim=-1)
+
+
+def norm_and_rotate(
+    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """x [T, C + R]: RMS norm with weight [C] over the first C values, rotation of the last R. May overwrite x.
+
+    cos_sin [P, R] as in `rotary`.
+    """
+    latent, rotated = x.split((weight.shape[0], cos_sin.shape[1]), dim=1)
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)  # [T, R/2]
+    return torch.cat((rms_norm(latent, weight, eps), _rotate(rotated, cos, sin, cos_sin.shape[1])), dim=-1)
 
 
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
