@@ -43,6 +43,8 @@ def read_moe(keys: ConfigKeys, model_type: str, num_layers: int) -> MoeConfig | 
     if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups:
         problem = f"is {moe.num_groups}, which must divide the {moe.num_experts} experts and be at least topk_group."
         raise keys.error("n_group", problem)
+    if moe.group_score == "top2_sum" and moe.top_groups < moe.num_groups and moe.num_experts < 2 * moe.num_groups:
+        raise keys.error("n_group", f"is {moe.num_groups}: the groups of {moe.num_experts} experts need two each.")
     return moe if any(moe.layers) else None
 
 
@@ -89,7 +91,7 @@ def _deepseek_v2(keys: ConfigKeys, num_layers: int) -> MoeConfig:
         raise keys.error("topk_method", f'is "{method}"; supported: greedy, group_limited_greedy.')
     groups = (1, 1) if method == "greedy" else (keys.count("n_group"), keys.count("topk_group"))
     return MoeConfig(
-        num_experts=_routed_experts(keys, 64), top_k=keys.count("num_experts_per_tok", 1),
+        num_experts=keys.count("n_routed_experts", 64), top_k=keys.count("num_experts_per_tok", 1),
         intermediate_size=keys.count("moe_intermediate_size", 1407), layers=_deepseek_layers(keys, num_layers, 0),
         normalize=False,  # transformers never normalises this family's weights; its checkpoints do not ask for it
         scaling_factor=keys.positive_number("routed_scaling_factor", 1.0), float32_logits=True,
@@ -100,17 +102,13 @@ def _deepseek_v2(keys: ConfigKeys, num_layers: int) -> MoeConfig:
 
 def _deepseek_v3(keys: ConfigKeys, num_layers: int) -> MoeConfig:
     return MoeConfig(
-        num_experts=_routed_experts(keys, 256), top_k=keys.count("num_experts_per_tok", 8),
+        num_experts=keys.count("n_routed_experts", 256), top_k=keys.count("num_experts_per_tok", 8),
         intermediate_size=keys.count("moe_intermediate_size", 2048), layers=_deepseek_layers(keys, num_layers, 3),
         scoring="sigmoid", normalize=keys.flag("norm_topk_prob", True), correction_bias=True, float32_logits=True,
         scaling_factor=keys.positive_number("routed_scaling_factor", 2.5), num_groups=keys.count("n_group", 8),
         top_groups=keys.count("topk_group", 4), group_score="top2_sum",
         shared_intermediate_size=_shared_width(keys, 2048, 1),
     )
-
-
-def _routed_experts(keys: ConfigKeys, default: int) -> int:
-    return keys.count("n_routed_experts", 1 if keys.has("n_routed_experts") else default)  # null: a model without
 
 
 def _shared_width(keys: ConfigKeys, width: int, count: int) -> int:
