@@ -1,8 +1,8 @@
-"""xllm-npu: LLM inference for Ascend NPU servers. `LLM` and `SamplingParams` load on first use."""
+"""xllm-npu: LLM inference for Ascend NPU servers. What it exports loads on first use."""
 
 from xllm_npu.version import __version__
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -13,4 +13,6 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("xllm_npu.llm").LLM
     if name == "SamplingParams":
         return importlib.import_module("xllm_npu.state.sampling_params").SamplingParams
+    if name == "BeamSearchParams":
+        return importlib.import_module("xllm_npu.state.beam_search_params").BeamSearchParams
     raise AttributeError(f"module 'xllm_npu' has no attribute {name!r}")

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -21,8 +22,10 @@ import numpy as np
 
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.config.settings import Settings
+from xllm_npu.master.beam_request import BeamRequest
 from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.master.request_factory import GenerationInput, RequestFactory
+from xllm_npu.state.beam_search_params import BeamSearchParams
 from xllm_npu.state.messages import AbortRequest, AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
@@ -147,6 +150,12 @@ class LLM:
         ]
         return self._run([self._tokenized(t, False) for t in texts], sampling_params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestResult]:
+        """The `beam_width` best answers to each prompt, best first, with their cumulative log probabilities."""
+        return self.generate(prompts, params.sampling_params(), use_tqdm)
+
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, as a server does for requests that say nothing."""
         return SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
@@ -187,15 +196,29 @@ class LLM:
         requests = [self._request(i, ids, p) for i, ((_, ids), p) in enumerate(zip(prompts, params))]
         results = [RequestResult(r.external_id, text, ids) for r, (text, ids) in zip(requests, prompts)]
         with self._lock, _generation_bar(len(prompts), use_bar) as advance:
+            closers: list[Callable[[], object]] = []
             try:
                 for request, result in zip(requests, results):
-                    self._dispatcher.open(request, _collector(result, advance), stream=False)
-                    self._engine.submit(request)
+                    self._submit(request, _collector(result, advance), closers)
                 self._step_until_done()
             finally:  # after an error or Ctrl-C the engine forgets what is left
-                for request in requests:
-                    self._dispatcher.close(request.request_id)
+                for close in closers:
+                    close()
         return results
+
+    def _submit(
+        self, request: AddRequest, sink: Callable[[RequestOutput], None], closers: list[Callable[[], object]]
+    ) -> None:
+        """Adds to `closers` what closes the request if it is unfinished."""
+        if request.params.use_beam_search:
+            search = BeamRequest(request, self.info.eos_token_ids, self._dispatcher, self._engine.submit,
+                                 self._factory.new_id, lambda: sink(search.output(self.tokenizer)))
+            closers.append(search.close)
+            search.start()
+            return
+        closers.append(partial(self._dispatcher.close, request.request_id))
+        self._dispatcher.open(request, sink, stream=False)
+        self._engine.submit(request)
 
     def _request(self, index: int, ids: list[int], params: SamplingParams) -> AddRequest:
         try:

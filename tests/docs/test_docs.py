@@ -13,8 +13,11 @@ from tests.docs.markdown import ROOT, Block, blocks, examples
 from xllm_npu.cli import VERBS
 from xllm_npu.config.load import load
 from xllm_npu.config.names import canonical, is_boolean
+from xllm_npu.service.protocol import IGNORED, ChatBody, CompletionBody
+from xllm_npu.service.unsupported import UNSUPPORTED
 
-DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md")
+DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
+             "docs/requests.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags in prose that are pip's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--json", "--help", "--flag"}
@@ -73,6 +76,12 @@ def _commands(name: str) -> list[tuple[str, list[str]]]:
     text = "\n".join([b.text for b in blocks(name)] + re.findall(r"`([^`\n]+)`", _text(name)))
     found = re.findall(r"(?:^|[ /])xllm-npu ([a-z]+)\b([^\n|]*)", text, re.MULTILINE)
     return [(verb, [w for w in shlex.split(rest, comments=True) if w not in ("...", "--help")]) for verb, rest in found]
+
+
+def test_every_request_field_is_described() -> None:
+    fields = {name for body in (ChatBody, CompletionBody) for name in body.model_fields} | IGNORED | UNSUPPORTED.keys()
+    text = _text("docs/requests.md")
+    assert {name for name in fields if f"`{name}`" not in text} == set()
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])

@@ -57,6 +57,20 @@ async def test_while_waiting_for_the_whole(server, path):
                 await post
 
 
+async def test_during_a_beam_search(server):
+    """Each step has new requests in the engine; none comes after the client left."""
+    async with server.async_client() as client:
+        with aborts(server, 1):
+            post = asyncio.create_task(client.post("/v1/completions", json={
+                **ENDLESS, "use_beam_search": True, "n": 4}))
+            before = server.metrics()["generation_tokens_total"]
+            await asyncio.to_thread(
+                poll, lambda: server.metrics()["generation_tokens_total"] > before + 20, "some steps")
+            post.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await post
+
+
 async def test_during_a_long_prompt(server):
     prompt = "".join(chr(33 + i % 90) for i in range(30000))
     async with server.async_client() as client:

@@ -159,3 +159,39 @@ async def test_async_requests_at_once_equal_those_in_a_row(server, openai_client
         assert list(await asyncio.gather(*map(whole, PROMPTS), *map(streamed, PROMPTS))) == expected * 2
         assert [model.id async for model in await client.models.list()] == ["tiny"]
     server.wait_idle()
+
+
+def test_beam_search(server, tiny_dir, openai_client):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_dir), AutoTokenizer.from_pretrained(tiny_dir)
+    before = server.metrics()
+    extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
+    fields = {"n": 3, "max_tokens": 12, "logprobs": 2, "temperature": 0.7, "extra_body": extra}
+    got = complete(openai_client, prompt=PROMPTS[:4], **fields)
+    assert [choice.index for choice in got.choices] == list(range(12))
+    for i, prompt in enumerate(PROMPTS[:4]):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids  # [1, prompt] int64
+        with torch.inference_mode():
+            expected = model.generate(ids, max_new_tokens=12, do_sample=False, num_beams=3, num_return_sequences=3,
+                                      eos_token_id=None)[:, ids.shape[1]:].tolist()
+        choices = got.choices[3 * i : 3 * i + 3]
+        assert [choice.token_ids for choice in choices] == expected
+        assert [choice.text for choice in choices] == tokenizer.batch_decode(expected, skip_special_tokens=True)
+        assert [len(choice.logprobs.token_logprobs) for choice in choices] == [12] * 3
+    assert got.usage.completion_tokens == 4 * 3 * 12
+    after = server.metrics()
+    assert after["request_success_total:length"] - before["request_success_total:length"] == 4
+    reply = chat(openai_client, n=2, max_tokens=5, extra_body=extra)
+    assert len({choice.message.content for choice in reply.choices}) == 2
+    with pytest.raises(openai.BadRequestError, match="use_beam_search is not available when stream"):
+        chat(openai_client, stream=True, extra_body=extra)
+    server.wait_idle()
+
+
+def test_repetition_is_detected(openai_client):
+    extra = {"repetition_detection": {"max_pattern_size": 1, "min_count": 2}, "return_token_ids": True}
+    choice = complete(openai_client, logit_bias={"40": 100}, extra_body=extra).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("repetition", "repetition_detected")
+    assert choice.token_ids == [40, 40]

@@ -24,6 +24,7 @@ from xllm_npu.state.messages import (
     StepOutputs,
     sequence_key,
 )
+from xllm_npu.state.repetition import RepetitionDetection
 from xllm_npu.state.sampling_params import SamplingParams
 from xllm_npu.text.tokenizer import Tokenizer
 
@@ -312,6 +313,80 @@ def test_an_error_ends_the_whole_request(bench):
     assert bench.aborts == [AbortRequest([sequence_key(1, 1)], FINISH_ABORT)]
     assert text_of(other) == "z"
     assert bench.dispatcher.open_requests == 1
+
+
+LOOPS = RepetitionDetection(max_pattern_size=3, min_count=3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_repetition_ends_the_sequence_and_tells_the_engine(bench, stream):
+    outputs = bench.open(stream=stream, repetition_detection=LOOPS)
+    bench.say("xababab!!")  # the engine was a step or two ahead
+    assert text_of(outputs) == "xababab"
+    assert ends_of(outputs) == [(0, "repetition", "repetition_detected")]
+    assert (outputs[-1].finished, outputs[-1].num_generated_tokens) == (True, 7)
+    assert bench.aborts == [AbortRequest([sequence_key(1, 0)], FINISH_STOP)]
+    assert bench.dispatcher.open_requests == 0
+
+
+def test_repetition_waits_for_min_tokens_and_gives_way_to_the_engines_end(bench):
+    outputs = bench.open(repetition_detection=LOOPS, min_tokens=5)
+    bench.say("aaaa")
+    assert ends_of(outputs) == []
+    bench.step([(1, 0, "a")], [(1, 0, FINISH_LENGTH)])
+    assert ends_of(outputs) == [(0, "length", None)]
+    outputs = bench.open(2, repetition_detection=LOOPS, min_tokens=5)
+    bench.say("aaaaa", request=2)
+    assert ends_of(outputs) == [(0, "repetition", "repetition_detected")]
+
+
+def test_stream_interval_holds_tokens_back(bench):
+    outputs = bench.open(stream_interval=3, n=2)
+    for token in "abcdefgh":
+        bench.step([(1, 0, token)])
+    bench.step([(1, 1, "x")])
+    assert [(o.deltas[0].index, o.deltas[0].text) for o in outputs] == [(0, "a"), (0, "bcd"), (0, "efg"), (1, "x")]
+    bench.step([(1, 0, "i"), (1, 1, "y")], [(1, 1, FINISH_LENGTH)])
+    assert [d.text for d in outputs[-1].deltas] == ["y"]
+    bench.step([(1, 0, "j")], [(1, 0, FINISH_LENGTH)])
+    assert text_of(outputs) == "abcdefghij"
+    assert ends_of(outputs) == [(1, "length", None), (0, "length", None)]
+    assert outputs[-1].finished
+
+
+def probe(bench, request_id, heard):
+    bench.dispatcher.open_probe(AddRequest(
+        request_id=request_id, external_id="p", prompt=b"", params=SamplingParams(max_tokens=1, logprobs=2),
+        arrival_time=0.0), heard.append)  # fmt: skip
+
+
+def test_probes_hear_numbers_once(bench):
+    heard = []
+    for request_id in (1, 2):
+        probe(bench, request_id, heard)
+    assert bench.dispatcher.open_requests == 2
+    measured = Logprobs([5, 5, 6], [-1.0, -1.0, -2.0], [1, 1, 2])
+    bench.step([(1, 0, 5)], [(1, 0, FINISH_LENGTH)], logprobs={sequence_key(1, 0): measured},
+               prompts=[PromptInfo(1, 3, prompt_logprobs=[None, Logprobs([5], [-3.0], [1])])])
+    (result,) = heard
+    assert (result.logprobs, result.num_cached_tokens, result.error) == (measured, 3, None)
+    assert result.prompt_logprobs[1].chosen.logprob == -3.0
+    assert bench.dispatcher.open_requests == 1
+    assert bench.dispatcher.close(2)
+    assert not bench.dispatcher.close(2)
+    assert bench.aborts == [AbortRequest([sequence_key(2, 0)], FINISH_ABORT)]
+    bench.step([(2, 0, 5)], [(2, 0, FINISH_LENGTH)])
+    assert len(heard) == 1
+
+
+def test_probes_hear_of_errors(bench):
+    heard = []
+    for request_id in (1, 2):
+        probe(bench, request_id, heard)
+    bench.step([], [(1, 0, FINISH_ERROR, -1, "too big")])
+    bench.dispatcher.fail_all("gone")
+    assert [r.error for r in heard] == ["too big", "gone"]
+    assert bench.dispatcher.open_requests == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -143,7 +143,11 @@ class FakeMaster:
 
     async def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
         self.template_kwargs = template_kwargs
-        return list("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+        return list((await self.render_chat(messages)).encode())
+
+    async def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
+        assert "add_special_tokens" not in template_kwargs  # rendering knows no tokens
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     async def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode("latin-1")

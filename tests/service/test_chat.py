@@ -5,6 +5,7 @@ import pytest
 
 from tests.service.conftest import client_of
 from tests.service.fake_master import says
+from xllm_npu.state.repetition import RepetitionDetection
 
 URL = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -148,6 +149,40 @@ async def test_every_field_reaches_the_engine(client, master):
     assert (request.ttft_slo_ms, request.tpot_slo_ms, request.ttlt_slo_ms) == (10, 20, 30)
     assert request.external_id == response.json()["id"] == "chatcmpl-mine"
     assert bytes(request.prompt_token_ids) == b"<use"
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+async def test_the_master_knows_whether_anyone_reads_along(client, master, asked):
+    await client.post(URL, json=body(stream=asked))
+    assert master.streamed == [bool(asked)]
+
+
+async def test_beam_search_reaches_the_engine_without_the_models_sampling(client, master):
+    master.default_sampling = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    response = await client.post(URL, json=body(use_beam_search=True, length_penalty=0.5, n=2, best_of=4))
+    assert response.status_code == 200
+    params = master.requests[0].params
+    assert (params.use_beam_search, params.length_penalty, params.n, params.num_sequences) == (True, 0.5, 2, 4)
+    assert (params.repetition_penalty, params.top_k) == (1.0, 0)
+
+
+async def test_repetition_detection_and_stream_interval(client, master):
+    await client.post(URL, json=body(stream=True, stream_interval=5, repetition_detection={
+        "max_pattern_size": 20, "min_pattern_size": None, "min_count": 4}))
+    params = master.requests[0].params
+    assert params.stream_interval == 5
+    assert params.repetition_detection == RepetitionDetection(max_pattern_size=20, min_count=4)
+
+
+async def test_prompt_text(client, master):
+    reply = (await client.post(URL, json=body(return_prompt_text=True, truncate_prompt_tokens=2))).json()
+    assert reply["prompt_text"] == "<user>Hi"
+    assert bytes(master.requests[0].prompt_token_ids) == b"Hi"
+    sent = chunks(await stream(client, return_prompt_text=True, add_special_tokens=True))
+    assert sent[0]["prompt_text"] == "<user>Hi"
+    assert "prompt_token_ids" not in sent[0]
+    assert all("prompt_text" not in chunk for chunk in sent[1:])
+    assert "prompt_text" not in (await client.post(URL, json=body())).json()
 
 
 async def test_null_means_default(client, master):

@@ -117,6 +117,8 @@ async def test_abort_all_ends_requests_with_the_reason(master, stream):
         server.admission.drain()
         refused = await client.post(CHAT, json={"messages": MESSAGES})
         assert refused.json()["error"]["code"] == "shutting_down"
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "shutting_down")
         server.admission.abort_all(unavailable("The server is shutting down.", "shutting_down"))
         response = await post
         assert response.status_code == (200 if stream else 503)

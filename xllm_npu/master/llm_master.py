@@ -13,6 +13,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import (
     AbortRequest,
+    AddRequest,
     EngineMessage,
     EngineProgress,
     EngineReady,
@@ -34,6 +36,7 @@ from xllm_npu.state.messages import (
 from xllm_npu.state.output import RequestOutput
 
 if TYPE_CHECKING:
+    from xllm_npu.master.beam_request import BeamRequest
     from xllm_npu.master.output_dispatcher import OutputDispatcher
     from xllm_npu.master.request_factory import GenerationInput, RequestFactory
     from xllm_npu.text.chat_template import ChatTemplate
@@ -47,7 +50,6 @@ TEXT_THREADS = 4
 class EngineStatus(enum.Enum):
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"
     DEAD = "dead"
 
 
@@ -76,6 +78,7 @@ class LLMMaster:
         self._factory: RequestFactory
         self._dispatcher: OutputDispatcher | None = None
         self._readying: asyncio.Task[None] | None = None
+        self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
 
     async def start(self) -> None:
         """Start the engine process; `status` tells when it is READY."""
@@ -88,16 +91,23 @@ class LLMMaster:
         """Check and submit at once (raises InvalidParameter, EngineDeadError), then iterate outputs.
 
         The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
-        Without `stream` there is one output, at the end.
+        Without `stream`, and of a beam search, there is one output, at the end.
         """
         if self._dispatcher is None:
             raise EngineDeadError(self.failure or "The engine is not ready.")
         if self.status is EngineStatus.DEAD or not self._client.alive:  # its last words may be yet to come
             raise EngineDeadError(self.failure or "The engine process has ended.")
         message = self._factory.make(request)
+        if message.params.use_beam_search:
+            return self._search(message)
+        outputs = RequestStream(lambda: self._abandon(message.request_id))
+        self._dispatcher.open(message, self._sink(message, outputs), stream)
+        self._client.send(message)
+        return outputs
+
+    def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
         request_id = message.request_id
         timing = self._timings[request_id] = RequestTiming(message, self.metrics)
-        outputs = RequestStream(lambda: self._abandon(request_id))
 
         def sink(output: RequestOutput) -> None:
             timing.on_output(output)
@@ -105,9 +115,7 @@ class LLMMaster:
                 self._timings.pop(request_id, None)
             outputs.put(output)
 
-        self._dispatcher.open(message, sink, stream)
-        self._client.send(message)
-        return outputs
+        return sink
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
@@ -127,6 +135,10 @@ class LLMMaster:
 
         return await self._in_pool(work)
 
+    async def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
+        """What `encode_chat` tokenizes. Raises InvalidParameter."""
+        return str(await self._in_pool(partial(self._template.render, messages, **template_kwargs)))
+
     async def decode(self, token_ids: list[int]) -> str:
         return await self._in_pool(self.tokenizer.decode, token_ids, False)
 
@@ -134,7 +146,7 @@ class LLMMaster:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def check_health(self) -> bool:
-        return self.status in (EngineStatus.READY, EngineStatus.DRAINING) and self._client.alive
+        return self.status is EngineStatus.READY and self._client.alive
 
     async def shutdown(self, patience: float) -> None:
         """End the engine process within `patience` seconds, by force if it must be; open requests end with an error."""
@@ -143,6 +155,7 @@ class LLMMaster:
             await asyncio.gather(self._readying, return_exceptions=True)
         if self._dispatcher is not None:
             self._dispatcher.fail_all("The server is shutting down.")
+        await asyncio.gather(*self._endings)
         await self._client.stop(patience)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -207,6 +220,41 @@ class LLMMaster:
     def _abandon(self, request_id: int) -> None:
         timing = self._timings.pop(request_id, None)
         if self._dispatcher is not None and self._dispatcher.close(request_id) and timing is not None:
+            timing.on_end("abort")
+
+    # Beam search
+
+    def _search(self, message: AddRequest) -> RequestStream:
+        from xllm_npu.master.beam_request import BeamRequest
+
+        assert self._dispatcher is not None
+        outputs = RequestStream(lambda: self._abandon_search(search))
+        sink = self._sink(message, outputs)
+
+        def on_end() -> None:
+            task = asyncio.create_task(self._finish_search(search, sink))
+            self._endings.add(task)
+            task.add_done_callback(self._endings.discard)
+
+        search = BeamRequest(message, self._factory.eos_token_ids, self._dispatcher, self._client.send,
+                             self._factory.new_id, on_end)
+        search.start()
+        return outputs
+
+    async def _finish_search(self, search: BeamRequest, sink: Callable[[RequestOutput], None]) -> None:
+        """Off the event loop, as its tokens become text all at once."""
+        try:
+            output = await self._in_pool(search.output, self.tokenizer)
+        except Exception:
+            log.exception("a beam search's answer cannot be made")
+            output = search.failed()
+        if search.request_id in self._timings:  # else the client left meanwhile
+            sink(output)
+
+    def _abandon_search(self, search: BeamRequest) -> None:
+        search.close()
+        timing = self._timings.pop(search.request_id, None)
+        if timing is not None:
             timing.on_end("abort")
 
 

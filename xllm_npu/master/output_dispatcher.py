@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from xllm_npu.master.sequence_output import SequenceOutput, position_logprobs
 from xllm_npu.state.messages import (
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_STOP,
+    SEQUENCES_PER_REQUEST,
     AbortRequest,
     AddRequest,
     Finished,
@@ -31,7 +33,10 @@ from xllm_npu.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PLAIN_ERROR = "The server failed to generate this request."
+
 Sink = Callable[[RequestOutput], None]
+ProbeSink = Callable[["ProbeResult"], None]
 
 
 class _Request:
@@ -68,6 +73,22 @@ class _Request:
         return self.request.params.num_sequences > self.request.params.n
 
 
+@dataclass(slots=True)
+class ProbeResult:
+    """What a request for one token measured; no text is made of it."""
+
+    logprobs: Logprobs | None = None  # at the one position; None after an error
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Probe:
+    sink: ProbeSink
+    result: ProbeResult
+
+
 class OutputDispatcher:
     """All open requests of one client process."""
 
@@ -76,10 +97,11 @@ class OutputDispatcher:
         self._abort = abort
         self._requests: dict[int, _Request] = {}
         self._sequences: dict[int, tuple[_Request, SequenceOutput]] = {}  # those that have not finished
+        self._probes: dict[int, _Probe] = {}  # by request id
 
     @property
     def open_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._probes)
 
     def open(self, request: AddRequest, sink: Sink, stream: bool) -> None:
         """Bring `request`'s outputs to `sink`: each step's news or, without `stream`, everything at the end.
@@ -106,10 +128,18 @@ class OutputDispatcher:
         entry.open = len(entry.sequences)
         self._requests[request.request_id] = entry
 
+    def open_probe(self, request: AddRequest, sink: ProbeSink) -> None:
+        """Bring the logprobs of `request`'s one token to `sink`, once; it must not raise. `close` as any request."""
+        assert (request.params.max_tokens, request.params.num_sequences) == (1, 1)
+        self._probes[request.request_id] = _Probe(sink, ProbeResult())
+
     def close(self, request_id: int) -> bool:
         """The client left: no more outputs, and the engine stops what is unfinished. False if it was over
         already.
         """
+        if self._probes.pop(request_id, None) is not None:
+            self._abort(AbortRequest([sequence_key(request_id, 0)], FINISH_ABORT))
+            return True
         entry = self._requests.pop(request_id, None)
         if entry is None:
             return False
@@ -123,11 +153,13 @@ class OutputDispatcher:
         for entry in list(self._requests.values()):
             self._fail(entry, message)
             self._deliver(entry)
+        for request_id in list(self._probes):
+            self._end_probe(request_id, None, message)
 
     def handle(self, outputs: StepOutputs) -> None:
-        """One step's news to everybody it concerns; then one abort for all stop strings found."""
+        """One step's news to everybody it concerns; then one abort for all that end by it here."""
         touched: list[_Request] = []
-        stopped: list[int] = []  # keys that a stop string ended and the engine still runs
+        stopped: list[int] = []  # keys that their text ended and the engine still runs
         for info in outputs.prompts:
             self._take_prompt(info)
         ends = {end.key: end for end in outputs.finished}
@@ -142,8 +174,19 @@ class OutputDispatcher:
             self._abort(AbortRequest(stopped, FINISH_STOP))
         for entry in touched:
             entry.touched = False
-            if entry.open == 0 or entry.stream:
+            if entry.open == 0 or (entry.stream and _is_due(entry)):
                 self._deliver(entry)
+        if self._probes:
+            for end in outputs.finished:
+                error = end.message or PLAIN_ERROR if end.reason == FINISH_ERROR else None
+                self._end_probe(end.key // SEQUENCES_PER_REQUEST, outputs.logprobs.get(end.key), error)
+
+    def _end_probe(self, request_id: int, logprobs: Logprobs | None, error: str | None) -> None:
+        probe = self._probes.pop(request_id, None)
+        if probe is None:
+            return
+        probe.result.logprobs, probe.result.error = logprobs, error
+        probe.sink(probe.result)
 
     def _take_tokens(
         self, outputs: StepOutputs, ends: dict[int, Finished], touched: list[_Request], stopped: list[int]
@@ -159,18 +202,20 @@ class OutputDispatcher:
                 touched.append(entry)
             end = ends.get(key) if ends else None
             ends_here = end is not None and end.stop_token_id == token_id
-            if output.add(token_id, logprobs.get(key) if logprobs else None, ends_here):
+            ended = output.add(token_id, logprobs.get(key) if logprobs else None, ends_here)
+            if ended or (end is None and output.repeats(token_id)):
                 self._retire(entry, output)
                 if end is None:
                     stopped.append(key)
 
     def _take_prompt(self, info: PromptInfo) -> None:
-        entry = self._requests.get(info.request_id)
-        if entry is None:
-            return
-        entry.num_cached = info.num_cached_tokens
-        if info.prompt_logprobs is not None:
-            entry.prompt_logprobs = self._prompt_logprobs(info.prompt_logprobs)
+        rows = info.prompt_logprobs
+        if (entry := self._requests.get(info.request_id)) is not None:
+            entry.num_cached = info.num_cached_tokens
+            entry.prompt_logprobs = None if rows is None else self._prompt_logprobs(rows)
+        elif (probe := self._probes.get(info.request_id)) is not None:
+            probe.result.num_cached_tokens = info.num_cached_tokens
+            probe.result.prompt_logprobs = None if rows is None else self._prompt_logprobs(rows)
 
     def _prompt_logprobs(self, rows: list[Logprobs | None]) -> list[PositionLogprobs | None]:
         result: list[PositionLogprobs | None] = []
@@ -189,7 +234,7 @@ class OutputDispatcher:
             others = [s.key for s in entry.sequences if not s.finished]
             if others:
                 self._abort(AbortRequest(others, FINISH_ABORT))
-            self._fail(entry, end.message or "The server failed to generate this request.")
+            self._fail(entry, end.message or PLAIN_ERROR)
 
     def _fail(self, entry: _Request, message: str) -> None:
         entry.error = message
@@ -244,11 +289,17 @@ def _touch(entry: _Request, touched: list[_Request]) -> None:
         touched.append(entry)
 
 
+def _is_due(entry: _Request) -> bool:
+    return entry.request.params.stream_interval == 1 or any(s.has_enough_news for s in entry.sequences)
+
+
 def _deltas(entry: _Request) -> list[SequenceDelta]:
     if entry.chooses:
         return _best(entry.sequences, entry.request.params.n)
     if len(entry.sequences) == 1:
         return [entry.sequences[0].take()]
+    if entry.stream and entry.open:
+        return [s.take() for s in entry.sequences if s.has_enough_news]
     return [s.take() for s in entry.sequences if s.has_news]
 
 

@@ -55,6 +55,13 @@ class RequestFactory:
         self._ids = itertools.count(1)
         self._kv_tokens = info.num_kv_blocks * info.block_size
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return self._info.eos_token_ids
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
     def make(self, request: GenerationInput) -> AddRequest:
         """The request for the engine. Raises InvalidParameter, and nothing else, for what cannot be done."""
         params = request.params
@@ -66,7 +73,7 @@ class RequestFactory:
         params = self._completed(params, prompt.size)
         slo = not request.offline  # offline requests have no deadlines
         return AddRequest(
-            request_id=next(self._ids),
+            request_id=self.new_id(),
             external_id=request.external_id,
             prompt=prompt.tobytes(),
             params=params,

@@ -7,12 +7,15 @@ decodes token by token. Knows nothing of other sequences and of who listens.
 
 from __future__ import annotations
 
-from xllm_npu.state.messages import FINISH_NAMES, FINISH_STOP, Finished, Logprobs
+from xllm_npu.state.messages import FINISH_NAMES, FINISH_REPETITION, FINISH_STOP, Finished, Logprobs
 from xllm_npu.state.output import PositionLogprobs, SequenceDelta, TokenLogprob
+from xllm_npu.state.repetition import RepetitionDetector
 from xllm_npu.state.sampling_params import SamplingParams
 from xllm_npu.text.detokenizer import Detokenizer
 from xllm_npu.text.stop_strings import StopStringMatcher
 from xllm_npu.text.tokenizer import Tokenizer
+
+REPETITION_DETECTED = "repetition_detected"  # stop_reason of finish_reason "repetition"
 
 
 class SequenceOutput:
@@ -20,6 +23,7 @@ class SequenceOutput:
 
     __slots__ = (
         "_delta",
+        "_detector",
         "_detokenizer",
         "_late",
         "_matcher",
@@ -58,7 +62,9 @@ class SequenceOutput:
         self._matcher = (
             StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
-        self._min_tokens = params.min_tokens if params.stop else 0
+        detection = params.repetition_detection
+        self._detector = None if detection is None or detection.off else RepetitionDetector(detection)
+        self._min_tokens = params.min_tokens
         self._late = late and self._matcher is None and params.logprobs is None
         self._text_length = 0  # of the decoded text, what the matcher holds back included
 
@@ -80,6 +86,15 @@ class SequenceOutput:
         if text:
             return self._show(text)
         return False
+
+    def repeats(self, token_id: int) -> bool:
+        """To be asked once for each token that `add` took and nothing ended: True if repetition ends the sequence."""
+        if self._detector is None:
+            return False
+        if not self._detector.push(token_id) or self.num_tokens < self._min_tokens:
+            return False
+        self.finish(Finished(self.key, FINISH_REPETITION))
+        return True
 
     def _show(self, text: str) -> bool:
         self._text_length += len(text)
@@ -109,6 +124,8 @@ class SequenceOutput:
                 return
         self.finished = True
         delta.finish_reason = FINISH_NAMES[end.reason]
+        if end.reason == FINISH_REPETITION:
+            delta.stop_reason = REPETITION_DETECTED
         if end.stop_token_id in self._params.stop_token_ids:
             delta.stop_reason = end.stop_token_id
 
@@ -134,6 +151,13 @@ class SequenceOutput:
     @property
     def has_news(self) -> bool:
         return bool(self._delta.token_ids) or self._delta.finish_reason is not None
+
+    @property
+    def has_enough_news(self) -> bool:
+        """For an output of its own: `stream_interval` tokens, the first one, or the end."""
+        count = len(self._delta.token_ids)
+        return count >= self._params.stream_interval or 0 < count == self.num_tokens or (
+            self._delta.finish_reason is not None)
 
     def _add_logprobs(self, delta: SequenceDelta, logprobs: Logprobs) -> None:
         self.logprob_sum += logprobs.logprobs[0]

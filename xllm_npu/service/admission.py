@@ -51,7 +51,7 @@ class Admission:
         status = self._master.status
         if status is EngineStatus.DEAD:
             return unavailable(f"The engine has stopped: {self._master.failure or 'unknown cause'}", "engine_dead")
-        if self._draining or status is EngineStatus.DRAINING:
+        if self._draining:
             return unavailable("The server is shutting down.", "shutting_down")
         if status is EngineStatus.LOADING:
             return unavailable("The model is still loading; try again shortly.", "engine_loading",

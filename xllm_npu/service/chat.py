@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from xllm_npu.service import replies
-from xllm_npu.service.chat_prompt import echoed_text, encode_messages, response_role
+from xllm_npu.service.chat_prompt import echoed_text, encode_messages, prompt_text, response_role
 from xllm_npu.service.context import ApiContext
 from xllm_npu.service.generation import (
     Outputs,
@@ -44,6 +44,7 @@ class ChatCall:
     prompt_token_ids: list[int]
     role: str
     echo: str  # put before the reply's text
+    prompt_text: str | UnsetType = UNSET  # to be shown
 
     @property
     def shown_prompt(self) -> list[int] | UnsetType:
@@ -71,7 +72,8 @@ async def _read_call(context: ApiContext, request: Request) -> ChatCall:
                              logprobs=_logprobs(body))
     prompt = truncated(await encode_messages(context.master, body), body, params.max_tokens, context.info)
     return ChatCall(body, id, model, int(time.time()), params, prompt, response_role(body),
-                    echoed_text(body) if body.echo else "")
+                    echoed_text(body) if body.echo else "",
+                    await prompt_text(context.master, body) if body.return_prompt_text else UNSET)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -98,7 +100,8 @@ async def _whole_reply(context: ApiContext, request: Request, call: ChatCall, ou
     count = UsageCount(1)
     choices = [SequenceText() for _ in range(call.params.n)]
     reply = replies.ChatCompletion(id=call.id, created=call.created, model=call.model, choices=[],
-                                   usage=count.usage(), prompt_token_ids=call.shown_prompt)
+                                   usage=count.usage(), prompt_token_ids=call.shown_prompt,
+                                   prompt_text=call.prompt_text)
 
     def take(index: int, output: RequestOutput) -> None:
         count.update(index, output)
@@ -148,9 +151,13 @@ async def _frames(call: ChatCall, outputs: Outputs) -> AsyncGenerator[bytes, Non
 
 def _opening(call: ChatCall, format: ChunkFormat, usage: replies.Usage | None) -> bytes:
     data = b""
-    prompt = call.prompt_token_ids if call.body.return_token_ids else None
+    shown: dict[str, object] = {}
+    if call.body.return_token_ids:
+        shown["prompt_token_ids"] = call.prompt_token_ids
+    if call.body.return_prompt_text:
+        shown["prompt_text"] = call.prompt_text
     for index in range(call.params.n):
-        data += format.chunk(ChatChunkChoice(index, Delta(role=call.role, content="")), usage, prompt)
+        data += format.chunk(ChatChunkChoice(index, Delta(role=call.role, content="")), usage, shown)
         if call.echo:
             data += format.chunk(ChatChunkChoice(index, Delta(content=call.echo)), usage)
     return data

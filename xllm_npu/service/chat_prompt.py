@@ -19,6 +19,14 @@ async def encode_messages(master: LLMMaster, body: ChatFields) -> list[int]:
     return await master.encode_chat(messages, **template_kwargs(body))
 
 
+async def prompt_text(master: LLMMaster, body: ChatFields) -> str:
+    """What the messages became, before it was tokenized and truncated."""
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(body.messages)]
+    kwargs = template_kwargs(body)
+    kwargs.pop("add_special_tokens", None)
+    return await master.render_chat(messages, **kwargs)
+
+
 def template_kwargs(body: ChatFields) -> dict[str, Any]:
     """Arguments of text.chat_template's render, and add_special_tokens for what tokenizes its result."""
     continues = bool(body.continue_final_message)

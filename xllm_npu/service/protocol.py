@@ -33,7 +33,7 @@ Strings = Annotated[list[str], BeforeValidator(_listed)]  # one string stands fo
 # Accepted and of no effect on one model without accounts or stored responses.
 IGNORED = frozenset({"user", "parallel_tool_calls", "store", "metadata", "service_tier", "session_id",
                      "include_reasoning", "safety_identifier", "prompt_cache_key", "verbosity",
-                     "stream_interval", "vllm_xargs"})
+                     "vllm_xargs"})
 
 
 class Body(BaseModel):
@@ -50,11 +50,20 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetectionBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    max_pattern_size: Int32 | None = None
+    min_pattern_size: Int32 | None = None
+    min_count: Int32 | None = None
+
+
 class GenerationBody(Body):
     """What both generation APIs take."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Int32 | None = None
     n: Int32 | None = None
     best_of: Int32 | None = None
     max_tokens: Int32 | None = None
@@ -66,7 +75,10 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
     seed: Int64 | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     stop: Strings | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: TokenIds | None = None
@@ -109,6 +121,7 @@ class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    return_prompt_text: bool | None = None
 
 
 class CompletionBody(GenerationBody):

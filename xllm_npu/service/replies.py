@@ -84,6 +84,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):

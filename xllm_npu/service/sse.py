@@ -7,7 +7,7 @@ when the connection has taken the last: a slow reader holds its own stream back 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -36,19 +36,20 @@ class ChunkFormat:
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def chunk(self, choice: msgspec.Struct, usage: replies.Usage | None = None,
-              prompt_token_ids: list[int] | None = None) -> bytes:
+              extra: Mapping[str, object] | None = None) -> bytes:
+        """`extra`: further fields beside the choices."""
         tail = self._tail
-        if usage is not None or prompt_token_ids is not None:
-            tail = self._special_tail(usage, prompt_token_ids)
+        if usage is not None or extra:
+            tail = self._special_tail(usage, extra or {})
         return self._head + _encode(choice) + tail
 
     def usage_chunk(self, usage: replies.Usage) -> bytes:
-        return self._head + self._special_tail(usage, None)
+        return self._head + self._special_tail(usage, {})
 
-    def _special_tail(self, usage: replies.Usage | None, prompt_token_ids: list[int] | None) -> bytes:
+    def _special_tail(self, usage: replies.Usage | None, fields: Mapping[str, object]) -> bytes:
         tail = b"]"
-        if prompt_token_ids is not None:
-            tail += b',"prompt_token_ids":' + _encode(prompt_token_ids)
+        for name, value in fields.items():
+            tail += b"," + _encode(name) + b":" + _encode(value)
         if usage is None:
             return tail + self._tail[1:]
         return tail + b',"usage":' + _encode(usage) + b"}\n\n"

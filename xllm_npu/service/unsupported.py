@@ -26,10 +26,6 @@ def _no_tool(value: Any) -> bool:
     return not value or value in ("none", "auto")
 
 
-def _neutral_length_penalty(value: Any) -> bool:
-    return value is None or value == 1
-
-
 def _text_only(value: Any) -> bool:
     return not value or value == ["text"]
 
@@ -45,8 +41,6 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "guided_regex": _off,
     "guided_choice": _off,
     "guided_grammar": _off,
-    "use_beam_search": _off,
-    "length_penalty": _neutral_length_penalty,
     "suffix": _off,
     "prompt_embeds": _off,
     "audio": _off,
@@ -55,9 +49,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "media_io_kwargs": _off,
     "chat_template": _off,  # the template is the operator's choice: a client's could run for ever
     "thinking_token_budget": lambda value: value is None,
-    "repetition_detection": _off,
     "kv_transfer_params": _off,
-    "return_prompt_text": _off,
 }
 
 

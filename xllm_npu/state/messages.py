@@ -13,9 +13,10 @@ from xllm_npu.state.sampling_params import SamplingParams
 
 SEQUENCES_PER_REQUEST = 256
 
-# Finish reasons on the wire; FINISH_NAMES gives OpenAI's words.
-FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = 1, 2, 3, 4
-FINISH_NAMES = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort", FINISH_ERROR: "error"}
+# Finish reasons on the wire (repetition is found, and named, by the client alone); FINISH_NAMES gives the APIs' words.
+FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR, FINISH_REPETITION = 1, 2, 3, 4, 5
+FINISH_NAMES = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort", FINISH_ERROR: "error",
+                FINISH_REPETITION: "repetition"}
 
 
 class AddRequest(msgspec.Struct, tag=True, array_like=True, kw_only=True):
@@ -39,7 +40,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True, array_like=True):
-    """Stop sequences: a stop string was found (reason FINISH_STOP), or the client left (FINISH_ABORT).
+    """Stop sequences: their text ended them (reason FINISH_STOP), or the client left (FINISH_ABORT).
 
     The engine answers nothing for them: the sender has already closed its side.
     """

@@ -31,7 +31,7 @@ class SequenceDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None  # one for each of token_ids, if asked for
-    finish_reason: str | None = None  # stop | length | abort | error
+    finish_reason: str | None = None  # stop | length | abort | error | repetition
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for EOS
 
 

@@ -9,6 +9,8 @@ fields marked (text), which the text side consumes before the request reaches th
 import math
 from dataclasses import dataclass, field
 
+from xllm_npu.state.repetition import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection
+
 MAX_SEQUENCES = 128  # n and best_of
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
@@ -17,6 +19,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65536
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -59,6 +63,11 @@ class SamplingParams:
     skip_special_tokens: bool = True  # (text)
     spaces_between_special_tokens: bool = True  # (text)
     detokenize: bool = True  # (text)
+    # Search instead of sampling: num_sequences beams, of which the n with the highest score are returned.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of a beam's score, cumulative logprob / length ** length_penalty
+    repetition_detection: RepetitionDetection | None = None  # (text)
+    stream_interval: int = 1  # (text) tokens an output brings at least, but for the first and the last
 
     def __post_init__(self) -> None:
         """Lists are taken where tuples are kept, and one stop string or bad word where several are."""
@@ -85,6 +94,7 @@ class SamplingParams:
         _check_counts(self)
         _check_scalars(self)
         _check_tokens(self, vocab_size)
+        _check_beams(self, vocab_size)
 
 
 def _require(ok: bool, param: str, message: str) -> None:
@@ -117,6 +127,18 @@ def _check_counts(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is not None:
             _in(value, 0, MAX_LOGPROBS, name)
+    _require(p.stream_interval >= 1, "stream_interval", f"stream_interval must be at least 1, got {p.stream_interval}.")
+    if p.repetition_detection is not None:
+        _check_repetition(p.repetition_detection)
+
+
+def _check_repetition(r: RepetitionDetection) -> None:
+    name, low, high = "repetition_detection", r.min_pattern_size, r.max_pattern_size
+    _require(0 <= low <= high <= MAX_PATTERN_SIZE, name,
+             f"{name}: 0 <= min_pattern_size <= max_pattern_size <= {MAX_PATTERN_SIZE} must hold, got min_pattern_size="
+             f"{low} and max_pattern_size={high}.")
+    _require(r.off or 2 <= r.min_count <= MAX_REPETITIONS, name,
+             f"{name}: min_count must be in [2, {MAX_REPETITIONS}], got {r.min_count}.")
 
 
 def _check_scalars(p: SamplingParams) -> None:
@@ -154,3 +176,23 @@ def _check_tokens(p: SamplingParams, vocab_size: int | None) -> None:
     ids(p.logit_bias, "logit_bias")
     ids(p.stop_token_ids, "stop_token_ids")
     ids(p.logprob_token_ids, "logprob_token_ids")
+
+
+# What changes a token's probability or needs text while the search goes on, and the values that ask for nothing.
+NOT_WITH_BEAMS = {
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
+    "allowed_token_ids": None, "bad_words": (), "bad_words_token_ids": (), "stop": (), "repetition_detection": None,
+}
+
+
+def _check_beams(p: SamplingParams, vocab_size: int | None) -> None:
+    if not p.use_beam_search:
+        _require(p.length_penalty == 1, "length_penalty", "length_penalty needs use_beam_search to be true.")
+        return
+    _in(p.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, "length_penalty")
+    widest = MAX_BEAM_WIDTH if vocab_size is None else min(MAX_BEAM_WIDTH, vocab_size // 2)
+    name = "n" if p.best_of is None else "best_of"
+    _require(p.num_sequences <= widest, name,
+             f"{name} is the number of beams with use_beam_search: at most {widest}, got {p.num_sequences}.")
+    for name, neutral in NOT_WITH_BEAMS.items():
+        _require(getattr(p, name) == neutral, name, f"{name} is not available with use_beam_search.")
