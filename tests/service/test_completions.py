@@ -159,6 +159,14 @@ async def test_the_master_knows_whether_anyone_reads_along(client, master, asked
     assert master.streamed == [bool(asked)]
 
 
+async def test_beams_of_many_prompts_are_bounded(client, master):
+    fields = {"use_beam_search": True, "best_of": 64}
+    assert (await client.post(URL, json=body(prompt=["a"] * 16, **fields))).status_code == 200
+    response = await client.post(URL, json=body(prompt=["a"] * 17, **fields))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert len(master.requests) == 16
+
+
 async def test_prompt_logprobs(client):
     reply = (await client.post(URL, json=body(prompt_logprobs=1))).json()
     assert reply["choices"][0]["prompt_logprobs"][1]["97"]["decoded_token"] == "a"

@@ -33,6 +33,7 @@ from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_BEAMS = 1024  # over all prompts: each is a request of its own, prompt included, at every step
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 Prompt = str | list[int]
 
@@ -90,6 +91,9 @@ async def _read_call(context: ApiContext, request: Request) -> CompletionCall:
                              logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
+    if params.use_beam_search and len(given) * params.num_sequences > MAX_BEAMS:
+        raise InvalidParameter("prompt", "prompt: with use_beam_search, prompts times beams may be at most "
+                               f"{MAX_BEAMS}, got {len(given)} times {params.num_sequences}.")
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
     prompts = [await _encode(context, body, params, name, prompt) for name, prompt in zip(names, given)]
     return CompletionCall(body, id, model, int(time.time()), params, prompts, prompt_only)
