@@ -23,6 +23,10 @@ from xllm_npu.config.load import load_settings
         ("--root-path /llm/", "not end with it"),
         ("--chat-template nowhere.jinja", "there is no such file"),
         ("--tokenizer ./nowhere", "there is no such directory"),
+        ("--tp-size 4 --ep-size 3", "--ep-size=3 must divide the 4 devices (tp_size * dp_size): use one of 1, 2, 4"),
+        ("--tp-size 4 --ep-size 2 --expert-parallel-degree 2", "--expert-parallel-degree=2 needs experts shared among "
+         "all 4 devices: set --ep-size=4"),
+        ("--tp-size 4 --ep-size 2 --enable-expert-parallel", "among all 4 devices, and --ep-size=2 among fewer"),
         ("--node-rank 1", "--node-rank=1 needs --nnodes above it"),
         ("--api-key schlüssel", "printable ASCII"),
     ],
@@ -47,6 +51,9 @@ def test_broken(tmp_path, words, said):
         "--chat-template {file}",
         "--chat-template {{{{messages}}}}",
         "--tokenizer org/name",
+        "--tp-size 4 --ep-size 2",
+        "--tp-size 4 --enable-expert-parallel --expert-parallel-degree 2",
+        "--tp-size 4 --enable-expert-parallel --ep-size 4",
     ],
 )
 def test_kept(tmp_path, words):

@@ -28,6 +28,7 @@ def rope(kind: str, **more) -> dict:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -39,6 +40,9 @@ VARIANTS = {
     "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen2 yarn": ("qwen2", rope("yarn", original_max_position_embeddings=ORIGINAL)),
     "qwen3": ("qwen3", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 96, "norm_topk_prob": True}),
+    "qwen3 moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral window": ("mistral", {"sliding_window": 24}),
 }
@@ -101,9 +105,9 @@ def test_every_way_of_scheduling(checkpoint, policy, prefix, chunked, overlap, s
         assert stats.prefix_hits_total > 0
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_graph_mode(checkpoint, overlap):
-    directory, cases = checkpoint("llama")
+@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("llama", False), ("qwen3 moe", True)])
+def test_graph_mode(checkpoint, name, overlap):
+    directory, cases = checkpoint(name)
     stats = check(directory, cases, enable_graph=True, graph_batch_sizes=(1, 4, 8), enable_schedule_overlap=overlap,
                   **EVERYTHING_ON)
     assert stats.graph_misses_total > 0, "16 sequences decode together, and the largest graph holds 8"

@@ -16,9 +16,20 @@ class ParallelSettings(Section):
     tp_size: int = Field(default=1, ge=1, le=1024, description="devices that share each tensor")
     dp_size: int = Field(default=1, ge=1, le=1024, description="copies of the model that share the requests")
     ep_size: int = Field(default=1, ge=1, le=1024, description="devices that share the experts")
+    enable_expert_parallel: bool = Field(default=False, description="share the experts among all devices")
+    expert_parallel_degree: int = Field(
+        default=0, ge=0, le=2,
+        description="how tokens meet the experts of other devices; 0 and 1: all tokens come to all devices; 2: each "
+        "goes to its experts' devices only, which needs experts shared among all",
+    )
     communication_backend: Annotated[Literal["auto", "hccl", "nccl", "gloo"], CaseFolded] = Field(
         default="auto", description="torch.distributed backend; auto: the platform's"
     )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Devices that share the experts, however that was asked for."""
+        return self.tp_size * self.dp_size if self.enable_expert_parallel else self.ep_size
 
 
 class DistributedSettings(Section):

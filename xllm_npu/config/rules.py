@@ -24,6 +24,20 @@ def _one_device(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]
             yield f"{spelled.get(name, flag(name))}={value} is not available in this version, only {only} is."
 
 
+def _expert_parallel(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    p = settings.parallel
+    world, name = p.tp_size * p.dp_size, spelled.get("ep_size", "--ep-size")
+    if p.enable_expert_parallel and "ep_size" in spelled and p.ep_size != world:
+        both = spelled.get("enable_expert_parallel", "--enable-expert-parallel")
+        yield f"{both} shares the experts among all {world} devices, and {name}={p.ep_size} among fewer: give one."
+    elif world % p.expert_ranks:
+        sizes = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        yield f"{name}={p.ep_size} must divide the {world} devices (tp_size * dp_size): use one of {sizes}."
+    elif p.expert_parallel_degree == 2 and p.expert_ranks != world:
+        degree = spelled.get("expert_parallel_degree", "--expert-parallel-degree")
+        yield f"{degree}=2 needs experts shared among all {world} devices: set {name}={world}."
+
+
 def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     d = settings.distributed
     if d.node_rank >= d.nnodes:
@@ -103,6 +117,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _one_device, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _in_batch_prefix,
+    _one_device, _expert_parallel, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _in_batch_prefix,
     _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
 )  # fmt: skip

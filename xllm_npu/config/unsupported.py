@@ -51,7 +51,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_flip_verbose_log": (False,),
     # Expert load balancing
     "enable_eplb": (False,), "redundant_experts_num": (1,), "eplb_update_interval": (1000,),
-    "eplb_update_threshold": (0.8,), "expert_parallel_degree": (0,), "rank_tablefile": ("",),
+    "eplb_update_threshold": (0.8,), "rank_tablefile": ("",),
     # Distributed
     "xtensor_master_node_addr": ("127.0.0.1:19889", ""),
     "worker_memory_master_node_addr": ("127.0.0.1:19889", ""),
@@ -94,7 +94,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Diffusion and recommendation
     "max_requests_per_batch": (1,), "max_decode_rounds": (0,), "enable_constrained_decoding": (False,),
     # vLLM
-    "pipeline_parallel_size": (1,), "pp": (1,), "enable_expert_parallel": (False,),
+    "pipeline_parallel_size": (1,), "pp": (1,),
     "max_num_queued_reqs": ("",),
     "quantization": ("", "none"), "load_format": ("auto", "safetensors"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
@@ -107,7 +107,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 # Settings of ours that so far have one value that works.
-SINGLE_VALUED: dict[str, int] = {"dp_size": 1, "ep_size": 1, "nnodes": 1}
+SINGLE_VALUED: dict[str, int] = {"dp_size": 1, "nnodes": 1}
 
 _WHY = {
     "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",

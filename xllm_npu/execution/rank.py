@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from xllm_models.config import ModelConfig
-from xllm_platform.parallel import ParallelInit
+from xllm_platform.parallel import ExpertExchange, ParallelInit
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.state.launch import Slot
@@ -36,7 +36,8 @@ class Rank:
         return ParallelInit(
             rank=(self.dp_rank if coupled else 0) * p.tp_size + self.tp_rank, world_size=dp_size * p.tp_size,
             init_method=self.rendezvous if coupled else f"{self.rendezvous}{_own(self)}",
-            tp_size=p.tp_size, dp_size=dp_size, ep_size=p.ep_size, timeout_seconds=timeout + 60,
+            tp_size=p.tp_size, dp_size=dp_size, ep_size=p.expert_ranks, timeout_seconds=timeout + 60,
+            experts=ExpertExchange(all_to_all=p.expert_parallel_degree == 2),
         )
 
 

@@ -20,7 +20,7 @@ from xllm_models import hub
 from xllm_models.attention.base import PagedBackend
 from xllm_models.backends import attention_for
 from xllm_models.config import ModelConfig
-from xllm_models.layers.sharding import check_sharding
+from xllm_models.layers.sharding import check_expert_sharding, check_sharding
 from xllm_models.registry import build_model
 from xllm_models.weights.loader import load_weights
 from xllm_models.weights.source import open_source
@@ -172,6 +172,7 @@ def _select_platform(settings: Settings, rank: Rank) -> Platform:
 def _join(settings: Settings, rank: Rank, config: ModelConfig, platform: Platform) -> ParallelState:
     """Meet the other ranks. Their devices are selected, nothing is loaded yet."""
     init, backend = rank.parallel_init(settings, config), settings.parallel.communication_backend
+    check_expert_sharding(config, init.world_size, init.ep_size, init.experts)
     return ParallelState.initialize(init, platform.collective_backend if backend == "auto" else backend)
 
 
@@ -254,7 +255,8 @@ def _capacity(
         bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
         max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free // sharers,
         total_bytes=memory.total // sharers,
-        workspace_bytes=_workspace_bytes(config, shape), utilization=kv.max_memory_utilization,
+        workspace_bytes=_workspace_bytes(config, shape, settings.parallel.dp_size),
+        utilization=kv.max_memory_utilization,
         max_cache_bytes=kv.max_cache_size,
         soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
     ))
@@ -268,10 +270,13 @@ def _capacity(
     return blocks, _Shape(longest, shape.max_seqs, shape.max_tokens, shape.block_size)
 
 
-def _workspace_bytes(config: ModelConfig, shape: _Shape) -> int:
+def _workspace_bytes(config: ModelConfig, shape: _Shape, dp_size: int) -> int:
     """A generous bound on what the largest step needs beside weights and cache: activations, logits, sampling."""
     widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.attention_width
-    return shape.max_tokens * widest * 4 + shape.max_seqs * config.vocab_size * 4 * 3
+    experts = 0
+    if config.moe is not None:  # rows of all data-parallel ranks may come here, each for all of its experts
+        experts = dp_size * (config.hidden_size * 3 + config.moe.top_k * config.moe.intermediate_size * 3)
+    return shape.max_tokens * (widest + experts) * 4 + shape.max_seqs * config.vocab_size * 4 * 3
 
 
 def _graph_sizes(
@@ -285,6 +290,9 @@ def _graph_sizes(
     if capabilities.graph == "capture" and not backend.capture_safe:
         raise LoadError(f"The attention backend {backend.__name__} reads lengths on the host and cannot be captured "
                         "in a graph: turn enable_graph off.")
+    if capabilities.graph == "capture" and settings.parallel.expert_parallel_degree == 2:
+        raise LoadError("With expert_parallel_degree=2 devices tell each other in each layer how many tokens come, "
+                        "which no graph can hold: turn enable_graph off, or set expert_parallel_degree to 1.")
     wanted = settings.execution.graph_batch_sizes or capabilities.default_graph_sizes
     limit = min(shape.max_seqs, settings.execution.max_tokens_for_graph_mode)
     return sorted({min(size, limit) for size in wanted})

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from xllm_models.ops import torch_ops
-from xllm_models.ops.torch_ops import (
-    ACTIVATIONS,
-    linear,
-    linear_packed,
-    moe_experts,
-    norm_and_rotate,
-    pack_linear,
-    route,
-)
+from xllm_models.ops import torch_moe, torch_ops
+from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear, route
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
            "pack_linear", "rms_norm", "rotary", "route"]
+
+
+ALL_EXPERTS_ROWS = 256  # rows up to which all experts are computed for all of them, without waiting for the device
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -65,3 +60,13 @@ def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation != "silu":
         return torch_ops.act_and_mul(x, activation)
     return torch.ops.npu.npu_swiglu(x)
+
+
+def moe_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: str, first_expert: int = 0, gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    every = x.shape[0] <= ALL_EXPERTS_ROWS or torch.npu.is_current_stream_capturing()  # type: ignore[attr-defined]
+    compute = torch_moe.moe_experts_of_all if every else torch_moe.moe_experts
+    return compute(x, ids, weights, gate_up, down, activation, first_expert, gate_up_bias, down_bias)

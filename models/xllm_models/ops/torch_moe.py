@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from xllm_models.moe_config import MoeConfig
 
+_EXPERTS_AT_ONCE = 16
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu
 
 
@@ -72,8 +73,39 @@ def moe_experts(
     return out.to(x.dtype)
 
 
+def moe_experts_of_all(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    first_expert: int = 0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same without a value the host has to know, so that a graph can be captured: all tokens through all experts.
+
+    For few tokens, where reading the matrices is the work, and all of them are read anyway.
+    """
+    count = gate_up.shape[0]
+    local = ids.long() - first_expert
+    here = (local >= 0) & (local < count)
+    share = x.new_zeros(x.shape[0], count, dtype=torch.float32)  # [T, e]
+    share.scatter_add_(1, local.clamp(0, count - 1), weights * here)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for begin in range(0, count, _EXPERTS_AT_ONCE):
+        some = slice(begin, begin + _EXPERTS_AT_ONCE)
+        inner = x @ gate_up[some].transpose(1, 2)  # [e, T, 2I]
+        inner = inner if gate_up_bias is None else inner + gate_up_bias[some].unsqueeze(1)
+        outer = gated(inner, activation) @ down[some].transpose(1, 2)  # [e, T, N]
+        outer = outer if down_bias is None else outer + down_bias[some].unsqueeze(1)
+        out += (outer * share[:, some].t().unsqueeze(2)).sum(dim=0)
+    return out.to(x.dtype)
+
+
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [T, 2I], gates then ups -> [T, I]."""
+    """x [..., 2I], gates then ups -> [..., I]."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
