@@ -81,6 +81,7 @@ class ModelConfig:
     embedding_scaled: bool = False  # by the root of hidden_size
     qkv_fused: bool = False  # the checkpoint holds q, k and v in one matrix
     gate_up_fused: bool = False  # and the MLP's gate and up
+    quantization: str = ""  # of the experts' matrices in the checkpoint: "" | mxfp4
     torch_dtype: str = "float32"  # the checkpoint's own, one of DTYPES
     eos_token_ids: tuple[int, ...] = ()  # config.json's, then those that generation_config.json adds
     bos_token_id: int | None = None
@@ -143,7 +144,7 @@ class ModelConfig:
         keys = ConfigKeys(complete(config), source)
         architecture = architecture_of(config, source)
         model_type = keys.text("model_type", "")
-        _refuse_unknown(keys, model_type)
+        quantization = _quantization(keys, model_type)
         hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
         mla = read_mla(keys, model_type)
         num_layers = keys.count("num_hidden_layers")
@@ -186,6 +187,7 @@ class ModelConfig:
             embedding_scaled=model_type in _GEMMA,
             qkv_fused=model_type == "phi3",
             gate_up_fused=model_type in ("phi3", "glm", "glm4"),
+            quantization=quantization,
             torch_dtype=_dtype(keys),
             eos_token_ids=tuple(
                 dict.fromkeys(keys.ids("eos_token_id") + generation_keys.ids("eos_token_id"))
@@ -198,21 +200,22 @@ class ModelConfig:
         )
 
 
-def _refuse_unknown(keys: ConfigKeys, model_type: str) -> None:
+def _quantization(keys: ConfigKeys, model_type: str) -> str:
     if keys.flag("use_bidirectional_attention") and model_type in _GEMMA:
         raise keys.error("use_bidirectional_attention", "is true: this is a model that embeds, not one that generates.")
     quantization = keys.get("quantization_config")
-    if quantization:
-        method = quantization
-        if isinstance(quantization, Mapping):
-            method = quantization.get("quant_method", "unknown method")
-        if method == "mxfp4" and model_type == "gpt_oss":
-            return
-        raise keys.error(
-            "quantization_config",
-            f"says the weights are quantized ({method}); use the model's bfloat16, float16 or float32 "
-            "checkpoint, or a .gguf file.",
-        )
+    if not quantization:
+        return ""
+    method = quantization
+    if isinstance(quantization, Mapping):
+        method = quantization.get("quant_method", "unknown method")
+    if method == "mxfp4" and model_type == "gpt_oss":
+        return "mxfp4"
+    raise keys.error(
+        "quantization_config",
+        f"says the weights are quantized ({method}); use the model's bfloat16, float16 or float32 "
+        "checkpoint, or a .gguf file.",
+    )
 
 
 def _num_kv_heads(keys: ConfigKeys, num_heads: int) -> int:

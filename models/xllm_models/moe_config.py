@@ -132,11 +132,36 @@ def _deepseek_layers(keys: ConfigKeys, num_layers: int, dense: int) -> tuple[boo
     return tuple(i >= first and i % step == 0 for i in range(num_layers))
 
 
+def _glm4_moe(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=keys.count("n_routed_experts", 128), top_k=keys.count("num_experts_per_tok", 8),
+        intermediate_size=keys.count("moe_intermediate_size", 1408), layers=_deepseek_layers(keys, num_layers, 1),
+        scoring="sigmoid", normalize=keys.flag("norm_topk_prob", True), scaling_factor=keys.number("routed_scaling_factor", 1.0),
+        correction_bias=True, float32_logits=True, num_groups=keys.count("n_group", 1),
+        top_groups=keys.count("topk_group", 1), group_score="top2_sum",
+        shared_intermediate_size=_shared_width(keys, 1408, 1),
+    )
+
+
+def _gpt_oss(keys: ConfigKeys, num_layers: int) -> MoeConfig:
+    for key, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if keys.number(key, known) != known:
+            raise keys.error(key, f"is {keys.get(key)}; only {known} is supported.")
+    top_k = "num_experts_per_tok" if keys.get("num_experts_per_tok") is not None else "experts_per_token"
+    return MoeConfig(
+        num_experts=expert_count(keys, 128), top_k=keys.count(top_k, 4),
+        intermediate_size=keys.count("intermediate_size", 2880), layers=(True,) * num_layers, scoring="softmax_top_k",
+        bias=True, activation="clamped_swiglu",
+    )
+
+
 _READERS: dict[str, Callable[[ConfigKeys, int], MoeConfig]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,

@@ -13,10 +13,14 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -62,6 +66,8 @@ DEEPSEEK = {
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
 DEEPSEEK_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+               "routed_scaling_factor": 2.5}
 CASES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied-biased": (LlamaForCausalLM, LlamaConfig, {
@@ -115,6 +121,15 @@ CASES = {
         "num_hidden_layers": 4, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}),
+    "glm4-moe": (Glm4MoeForCausalLM, Glm4MoeConfig, {
+        **GLM_EXPERTS, "pad_token_id": 0, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-groups": (Glm4MoeForCausalLM, Glm4MoeConfig, {
+        **GLM_EXPERTS, "pad_token_id": 0, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "norm_topk_prob": False, "first_k_dense_replace": 2}),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {
+        "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 12,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False,
+                            "original_max_position_embeddings": 32}}),
 }
 
 
@@ -124,7 +139,7 @@ def case(request, tmp_path_factory):
     model_class, config_class, changes = CASES[request.param]
     torch.manual_seed(0)
     model = model_class(config_class(**SMALL | changes)).eval()
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
         elif "norm" in name:

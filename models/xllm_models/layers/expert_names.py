@@ -25,6 +25,7 @@ class ExpertNames:
 
 
 _NAMES = {
+    "gpt_oss": ExpertNames(router="router", stacked=True, transposed=True, interleaved=True),
     "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     "qwen2_moe": ExpertNames(shared="shared_expert"),
 }

@@ -7,6 +7,7 @@ Expert-parallel ranks hold different experts, the ranks of one moe_tp group equa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,8 +18,17 @@ from xllm_models.layers.expert_names import ExpertNames
 from xllm_models.layers.linear import empty_parameter
 from xllm_models.layers.sharding import ExpertSharding
 from xllm_models.placement import Placement
+from xllm_models.weights import mxfp4
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Pending:
+    """Which of a quantized matrix's two tensors is there already."""
+
+    filled: bool = False  # the elements, unscaled, in the parameter
+    scales: torch.Tensor | None = None
 
 
 class Experts(nn.Module):
@@ -31,6 +41,7 @@ class Experts(nn.Module):
         self.sharding, self.names, self.ops = sharding, names, ops
         self.hidden_size, self.num_experts, self.width = config.hidden_size, config.moe.num_experts, (
             config.moe.intermediate_size)
+        self.quantized = config.quantization == "mxfp4"
         self.activation = config.moe.activation or ops.ACTIVATIONS[config.hidden_act]
         self.slots = sharding.count  # places for experts a rank
         self.first_slot = sharding.ep.rank * self.slots  # physical number of the first place here
@@ -76,15 +87,48 @@ class Experts(nn.Module):
 
             return Placement(param, shape, (), 0, ep.rank, ep.size, store=store)
 
-        found = {
-            f"{prefix}{names.gate_up}": placed(self.gate_up, gate_up, self._our_gate_up),
-            f"{prefix}{names.down}": placed(self.down, down, self._our_down),
-        }
+        if self.quantized:
+            found = self._mxfp4(f"{prefix}{names.gate_up}", self.gate_up, (*outer, hidden), self._our_rows)
+            found |= self._mxfp4(f"{prefix}{names.down}", self.down, (inner[0], hidden, inner[1]), self._our_columns)
+        else:
+            found = {
+                f"{prefix}{names.gate_up}": placed(self.gate_up, gate_up, self._our_gate_up),
+                f"{prefix}{names.down}": placed(self.down, down, self._our_down),
+            }
         if self.gate_up_bias is not None:
             found[f"{prefix}{names.gate_up}_bias"] = placed(self.gate_up_bias, outer, self._our_rows)
         if self.down_bias is not None:
             found[f"{prefix}{names.down}_bias"] = placed(self.down_bias, (self.num_experts, hidden), lambda t: t)
         return found
+
+    def _mxfp4(
+        self, name: str, param: nn.Parameter, shape: tuple[int, int, int], ours: Convert
+    ) -> dict[str, Placement]:
+        """Elements go into the parameter when they come, and are multiplied as soon as their scales are there too."""
+        ep, (experts, rows, columns), kept = self.sharding.ep, shape, Pending()
+
+        def scale(scales: torch.Tensor) -> None:
+            for expert in range(self.sharding.count):  # one at a time: factors are as large as the matrix
+                param.data[expert].mul_(ours(mxfp4.factors(scales[expert : expert + 1]))[0].to(param.device))
+
+        def store_blocks(blocks: torch.Tensor) -> None:
+            for expert in range(self.sharding.count):
+                param.data[expert].copy_(ours(mxfp4.unscaled(blocks[expert : expert + 1]))[0])
+            if kept.scales is not None:
+                scale(kept.scales)
+            kept.scales, kept.filled = None, kept.scales is None
+
+        def store_scales(scales: torch.Tensor) -> None:
+            if kept.filled:
+                scale(scales)
+            kept.scales, kept.filled = None if kept.filled else scales.clone(), False
+
+        groups = columns // mxfp4.BLOCK
+        return {
+            f"{name}_blocks": Placement(param, (experts, rows, groups, mxfp4.BLOCK // 2), (), 0, ep.rank, ep.size,
+                                        store=store_blocks),
+            f"{name}_scales": Placement(param, (experts, rows, groups), (), 0, ep.rank, ep.size, store=store_scales),
+        }
 
     def _our_gate_up(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._our_rows(tensor.transpose(1, 2) if self.names.transposed else tensor)
@@ -99,7 +143,9 @@ class Experts(nn.Module):
         return torch.cat([half[:, part * width : (part + 1) * width] for half in (gate, up)], dim=1)
 
     def _our_down(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.transpose(1, 2) if self.names.transposed else tensor
+        return self._our_columns(tensor.transpose(1, 2) if self.names.transposed else tensor)
+
+    def _our_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.narrow(2, self.sharding.moe_tp.rank * self.sharding.width, self.sharding.width)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
