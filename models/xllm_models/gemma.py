@@ -9,6 +9,7 @@ import torch
 
 from xllm_models.layers.decoder import SandwichLayer
 from xllm_models.llama import LlamaForCausalLM
+from xllm_models.placement import Placement
 
 
 class GemmaLayer(SandwichLayer):
@@ -35,3 +36,10 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 3, text only."""
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text part of a Gemma 3 that sees; its vision tower is not loaded."""
+
+    def placements(self) -> dict[str, Placement]:
+        return {f"language_model.{name}": placement for name, placement in super().placements().items()}

@@ -136,8 +136,8 @@ def _glm4_moe(keys: ConfigKeys, num_layers: int) -> MoeConfig:
     return MoeConfig(
         num_experts=keys.count("n_routed_experts", 128), top_k=keys.count("num_experts_per_tok", 8),
         intermediate_size=keys.count("moe_intermediate_size", 1408), layers=_deepseek_layers(keys, num_layers, 1),
-        scoring="sigmoid", normalize=keys.flag("norm_topk_prob", True), scaling_factor=keys.number("routed_scaling_factor", 1.0),
-        correction_bias=True, float32_logits=True, num_groups=keys.count("n_group", 1),
+        scoring="sigmoid", normalize=keys.flag("norm_topk_prob", True), correction_bias=True, float32_logits=True,
+        scaling_factor=keys.number("routed_scaling_factor", 1.0), num_groups=keys.count("n_group", 1),
         top_groups=keys.count("topk_group", 1), group_score="top2_sum",
         shared_intermediate_size=_shared_width(keys, 1408, 1),
     )

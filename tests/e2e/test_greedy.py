@@ -45,6 +45,14 @@ VARIANTS = {
     "qwen3 moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral window": ("mistral", {"sliding_window": 24}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4 moe": ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                              "use_qk_norm": True, "attention_bias": True}),
+    "gemma2": ("gemma2", {"sliding_window": 24, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3", {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt oss": ("gpt_oss", {"sliding_window": 24, "num_local_experts": 8}),
 }
 POLICIES = ("decode_first", "prefill_first", "unified")
 EVERYTHING_ON = {"max_tokens_per_chunk_for_prefill": 24, "max_tokens_per_batch": 64}

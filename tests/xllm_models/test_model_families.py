@@ -188,7 +188,4 @@ def test_the_text_part_of_a_gemma3_that_sees(tmp_path):
     model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).eval()
     model.save_pretrained(tmp_path)
     ids = tokens(40)
-    expected = expected_logits(model, ids)
-    close(PagedModel(tmp_path).logits([(0, ids)])[0], expected)
-    stored = load_file(tmp_path / "model.safetensors")
-    print(sorted(stored)[:5])
+    close(PagedModel(tmp_path).logits([(0, ids)])[0], expected_logits(model, ids))
