@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from xllm_models.ops import cpu_kernels, torch_ops
+from xllm_models.ops.cpu_moe import moe_experts
 from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
-from xllm_models.ops.torch_ops import ACTIVATIONS, linear, moe_experts, route
+from xllm_models.ops.torch_ops import ACTIVATIONS, linear, route
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
            "pack_linear", "rms_norm", "rotary", "route"]
