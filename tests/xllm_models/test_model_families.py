@@ -1,16 +1,11 @@
 """What only one family has: longrope's two sets of frequencies, MXFP4 experts, a text model inside a larger one."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     SiglipVisionConfig,
@@ -20,6 +15,7 @@ from xllm_models.config import ModelConfig
 from xllm_models.layers.rotary import RotaryTable
 from xllm_models.weights import mxfp4
 
+from tests.support.mxfp4_model import make_mxfp4_model, random_mxfp4
 from tests.support.paged_model import PagedModel
 
 TOLERANCE = 3e-4
@@ -114,40 +110,6 @@ def test_longrope_tables_cannot_change_under_cached_keys():
 # gpt-oss's MXFP4 experts
 
 
-def random_mxfp4(experts, rows, columns):
-    """Every byte, and scales that keep the products near one."""
-    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-    return blocks, torch.randint(122, 126, (experts, rows, columns // 32), dtype=torch.uint8)
-
-
-def save_mxfp4(directory, order=("blocks", "scales")):
-    """A checkpoint with quantized experts, and transformers' model with the same weights in float32."""
-    torch.manual_seed(0)
-    config = GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=12)
-    model = GptOssForCausalLM(config).eval()
-    packed = {}
-    for i, layer in enumerate(model.model.layers):
-        for name, rows, columns in (("gate_up_proj", 2 * 96, 64), ("down_proj", 64, 96)):
-            blocks, scales = random_mxfp4(4, rows, columns)
-            weight = getattr(layer.mlp.experts, name)
-            weight.data = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            torch.nn.init.normal_(getattr(layer.mlp.experts, f"{name}_bias"), std=0.3)
-            prefix = f"model.layers.{i}.mlp.experts.{name}_"
-            packed |= dict(zip((f"{prefix}blocks", f"{prefix}scales"), (blocks, scales)))
-    model.save_pretrained(directory)
-    stored = load_file(directory / "model.safetensors")
-    plain = {k: v for k, v in stored.items() if not k.endswith(("gate_up_proj", "down_proj"))}
-    (directory / "model.safetensors").unlink()
-    for kind in order:  # files are read in the order of their names
-        some = {k: v for k, v in packed.items() if k.endswith(kind)}
-        save_file(some, directory / f"{order.index(kind)}.safetensors", {"format": "pt"})
-    save_file(plain, directory / "rest.safetensors", {"format": "pt"})
-    saved = json.loads((directory / "config.json").read_text())
-    saved["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (directory / "config.json").write_text(json.dumps(saved))
-    return model
-
-
 def test_mxfp4_numbers_are_transformers():
     blocks, _ = random_mxfp4(2, 3, 64)
     scales = torch.randint(0, 255, (2, 3, 2), dtype=torch.uint8)
@@ -160,7 +122,7 @@ def test_mxfp4_checkpoints_give_transformers_logits(tmp_path, order):
     from xllm_models.weights.loader import load_weights
     from xllm_models.weights.source import open_source
 
-    model, ids = save_mxfp4(tmp_path, order), tokens(40)
+    model, ids = make_mxfp4_model(tmp_path, order), tokens(40)
     paged = PagedModel(tmp_path)
     close(paged.logits([(0, ids)])[0], expected_logits(model, ids))
     paged.model.allocate_weights()
@@ -169,7 +131,7 @@ def test_mxfp4_checkpoints_give_transformers_logits(tmp_path, order):
 
 
 def test_mxfp4_is_exact_in_bfloat16(tmp_path):
-    model = save_mxfp4(tmp_path)
+    model = make_mxfp4_model(tmp_path)
     experts = PagedModel(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.experts
     expected = model.model.layers[0].mlp.experts.gate_up_proj.data.transpose(1, 2)
     assert experts.gate_up.dtype == torch.bfloat16
