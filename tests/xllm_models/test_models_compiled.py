@@ -4,23 +4,40 @@ import shutil
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tests.support.paged_model import PagedModel
 
-CONFIG = Qwen2Config(vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, use_sliding_window=True,
-                     sliding_window=12, max_window_layers=2)
+SMALL = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "sliding_window": 12,
+         "pad_token_id": 0}
+# Two kinds of layer (the first has no residual), each for one row and for any number of rows.
+GRAPHS = 6
+MODELS = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL, use_sliding_window=True, max_window_layers=2)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(
+        **SMALL, head_dim=16, layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 3])),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=5, num_experts_per_tok=2)),
+}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_compiled_layers_equal_eager_ones(tmp_path, dtype):
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_layers_equal_eager_ones(tmp_path, name):
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
-    Qwen2ForCausalLM(CONFIG).save_pretrained(tmp_path)
-    eager, compiled = PagedModel(tmp_path, dtype=dtype), PagedModel(tmp_path, dtype=dtype)
+    model_class, config = MODELS[name]
+    model_class(config).save_pretrained(tmp_path)
+    eager, compiled = PagedModel(tmp_path), PagedModel(tmp_path)
     prompts = [torch.randint(0, 96, (20 + i,)).tolist() for i in range(4)]
     for paged in (eager, compiled):
         paged.logits(list(enumerate(prompts)))
@@ -31,7 +48,6 @@ def test_compiled_layers_equal_eager_ones(tmp_path, dtype):
         rows = [(i, [i + 5]) for i in range(size)]
         for ours, expected in zip(compiled.logits(rows), eager.logits(rows)):
             torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
-    # Two shapes of layer (the first has no residual), each for one row and for any number of rows.
-    assert counters["stats"]["unique_graphs"] <= 6
+    assert counters["stats"]["unique_graphs"] <= GRAPHS
     assert not counters["graph_break"]
     torch._dynamo.reset()
