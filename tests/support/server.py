@@ -25,6 +25,7 @@ DEADLINE = 30.0  # for what should take a second or two; the machine may be busy
 START_DEADLINE = 200.0  # a machine's first start compiles kernels
 POLL = 0.02
 FAST = ("--num-threads", "1", "--max-cache-size", "20MiB", "--block-size", "16", "--max-seqs-per-batch", "64")
+ENGINE, WORKER = "xllm_npu.master.engine_process", "xllm_npu.execution.worker_process"
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 T = TypeVar("T")
 
@@ -95,14 +96,19 @@ class ServerProcess:
     @property
     def engine_pid(self) -> int:
         """Waits until the engine process has started."""
-        return poll(self._find_engine, "the engine process").pid
+        return self.children_of_kind(ENGINE, 1)[0]
 
-    def _find_engine(self) -> psutil.Process | None:
+    def children_of_kind(self, module: str, count: int) -> list[int]:
+        """The ids of the processes that run `module`, oldest first; waits until there are so many."""
+        return [p.pid for p in poll(lambda: self._find(module, count), f"{count} processes of {module}")]
+
+    def _find(self, module: str, count: int) -> list[psutil.Process] | None:
+        found = []
         for child in self.tree()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "xllm_npu.master.engine_process" in child.cmdline():
-                    return child
-        return None
+                if module in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child)
+        return sorted(found, key=lambda p: p.create_time()) if len(found) >= count else None
 
     def tree(self) -> list[psutil.Process]:
         """The HTTP process, then its descendants; those seen before are remembered, even when they are orphans."""

@@ -40,6 +40,11 @@ class Engine:
         self.submit(group)
         return self.collect()
 
+    def check(self) -> None:
+        """Raise how a worker died, if one has: an idle engine hears of it nowhere else."""
+        if self._others is not None and self._others.failure is not None:
+            raise self._others.failure
+
     def close(self) -> None:
         if self._others is not None:
             self._others.close()

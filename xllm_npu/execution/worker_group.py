@@ -181,6 +181,8 @@ class WorkerGroup:
             return
         self.failure = error
         self._failed.set()
+        for process in self._processes.values():  # a world without one of its ranks is of no use to the others
+            process.kill()
         self._on_failure(error)
 
     # Ending

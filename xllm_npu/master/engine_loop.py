@@ -81,6 +81,10 @@ class EngineLoop:
             log.exception("request %s cannot be scheduled", message.external_id)
             self.scheduler.refuse(message, "The request is malformed.")
 
+    def check(self) -> None:
+        """Raise how a worker died, if one has."""
+        self._engine.check()
+
     def has_work(self) -> bool:
         return self.scheduler.has_work
 

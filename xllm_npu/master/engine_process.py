@@ -35,7 +35,7 @@ from xllm_npu.state.messages import (
 
 log = logging.getLogger(__name__)
 
-IDLE_POLL_MS = 1000
+IDLE_POLL_MS = 250  # also how soon an idle engine notices the death of a worker
 INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
 EXIT_FAILED = 1
 
@@ -94,6 +94,7 @@ class EngineServer:
 
     def _take_messages(self, wait: bool) -> bool:
         """Everything that has arrived. False after Shutdown."""
+        self._loop.check()
         while (message := self._channel.receive(wait)) is not None:
             wait = False
             if isinstance(message, Shutdown):
