@@ -29,7 +29,13 @@ def rope(kind: str, **more) -> dict:
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+DEEPSEEK_YARN = {"original_max_position_embeddings": ORIGINAL, "mscale": 0.707, "mscale_all_dim": 1.0}
 VARIANTS = {
+    "deepseek v2": ("deepseek_v2", {}),
+    "deepseek v2 direct queries": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek v3": ("deepseek_v3", {}),
+    "deepseek v3 yarn": ("deepseek_v3", rope("yarn", **DEEPSEEK_YARN)),
+    "glm4 moe lite": ("glm4_moe_lite", {}),
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama linear": ("llama", rope("linear")),

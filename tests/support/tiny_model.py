@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -22,6 +26,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -60,6 +66,9 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -68,6 +77,17 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {  # what an architecture's configuration needs beyond, or instead of, all others'
+    "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
 }
 
 
@@ -91,7 +111,10 @@ def make_tiny_model(
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = model_class(config_class(**{**fields, **config})).eval()
+        model = model_class(config_class(**{**fields, **FIELDS.get(architecture, {}), **config})).eval()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
     finally:
         torch.random.set_rng_state(state)
     _prefer_printable(model.get_output_embeddings().weight, backend)

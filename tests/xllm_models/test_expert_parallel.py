@@ -19,6 +19,8 @@ from tests.support.ranks import World, run_ranks
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MODELS = {
+    "deepseek_v2": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {"n_shared_experts": 2}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),

@@ -38,7 +38,7 @@ def route(
 
 def _best_groups_only(choice: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     """Minus infinity for experts outside the token's best groups."""
-    groups = choice.view(choice.shape[0], moe.num_groups, -1)
+    groups = choice.unflatten(1, (moe.num_groups, -1))  # there may be no tokens at all
     group_scores = groups.amax(dim=-1) if moe.group_score == "max" else groups.topk(2, dim=-1).values.sum(dim=-1)
     best = group_scores.topk(moe.top_groups, dim=-1).indices
     out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
