@@ -119,7 +119,8 @@ def test_every_way_of_scheduling(checkpoint, policy, prefix, chunked, overlap, s
         assert stats.prefix_hits_total > 0
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("llama", False), ("qwen3 moe", True)])
+@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("llama", False), ("qwen3 moe", True),
+                                               ("deepseek v3", True)])
 def test_graph_mode(checkpoint, name, overlap):
     directory, cases = checkpoint(name)
     stats = check(directory, cases, enable_graph=True, graph_batch_sizes=(1, 4, 8), enable_schedule_overlap=overlap,

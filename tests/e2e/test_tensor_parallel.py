@@ -62,6 +62,16 @@ def test_same_tokens(model, way):
     assert not psutil.Process().children(recursive=True), "the worker process has ended with its engine"
 
 
+@pytest.mark.parametrize("way", ["everything on", "preemption", "graph"])
+def test_latents_on_every_rank_and_experts_on_one(model, way):
+    directory, expected = model("deepseek_v3")
+    answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, ep_size=2, **WAYS[way])
+    assert answers == expected
+    assert (loop.scheduler.stats.preemptions_total > 0) == (way == "preemption")
+    # 2 layers * (24 + 8) values * 4 bytes a token on each rank, the dummy block included
+    assert loop.ready.kv_cache_bytes == (loop.ready.num_kv_blocks + 1) * 16 * 256
+
+
 def test_key_heads_fewer_than_ranks(model):
     directory, expected = model("qwen3")
     assert run_engine(directory, prompts(), NEW_TOKENS, tp_size=4, **CHUNKS)[0] == expected
