@@ -89,6 +89,7 @@ class ModelConfig:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     moe: MoeConfig | None = None  # None: every layer has a plain MLP
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # keys read nowhere above
+    implementation: str = "native"  # native: a class of xllm_models.registry; transformers: its own modelling code
 
     @property
     def max_context_length(self) -> int:
@@ -194,7 +195,7 @@ class ModelConfig:
             ),
             bos_token_id=next(iter(keys.ids("bos_token_id")), None),
             pad_token_id=next(iter(keys.ids("pad_token_id")), None),
-            generation=_generation_defaults(generation_keys),
+            generation=generation_defaults(generation_keys),
             moe=read_moe(keys, model_type, num_layers),
             raw=config,
         )
@@ -310,7 +311,7 @@ def _dtype(keys: ConfigKeys) -> str:
     return name
 
 
-def _generation_defaults(keys: ConfigKeys) -> GenerationDefaults:
+def generation_defaults(keys: ConfigKeys) -> GenerationDefaults:
     top_k = keys.optional_number("top_k")
     return GenerationDefaults(
         temperature=keys.optional_number("temperature"),

@@ -56,9 +56,12 @@ def resolve_model(
     use_modelscope: bool = False,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
+    weights: bool = True,
     progress: Progress | None = None,
 ) -> ResolvedModel:
-    """`cache_dir` replaces both our cache and the hub's; `progress` takes (stage, done, total)."""
+    """`cache_dir` replaces both our cache and the hub's; without `weights` none are downloaded from a hub;
+    `progress` takes (stage, done, total).
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return _directory(path)
@@ -74,7 +77,7 @@ def resolve_model(
             f"Qwen/Qwen2.5-0.5B-Instruct, or {smollm2.ALIAS}."
         )
     download = _from_modelscope if use_modelscope else _from_hugging_face
-    return _directory(download(model, revision, cache_dir))
+    return _directory(download(model, revision, cache_dir, weights))
 
 
 def list_pulled(cache_dir: str | Path | None = None) -> list[PulledModel]:
@@ -114,36 +117,44 @@ def _gguf(path: Path, cache_dir: str | Path | None) -> ResolvedModel:
     return ResolvedModel(path, "gguf", cached(entry, is_complete, make))
 
 
-def _from_hugging_face(model: str, revision: str | None, cache_dir: str | Path | None) -> Path:
+def _from_hugging_face(model: str, revision: str | None, cache_dir: str | Path | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    options: dict[str, Any] = {"allow_patterns": _ALLOW, "ignore_patterns": _IGNORE}
+    options = _patterns(weights)
     return _download(
         model,
         "Hugging Face",
         lambda: snapshot_download(model, revision=revision, cache_dir=cache_dir, **options),
+        weights,
     )
 
 
-def _from_modelscope(model: str, revision: str | None, cache_dir: str | Path | None) -> Path:
+def _from_modelscope(model: str, revision: str | None, cache_dir: str | Path | None, weights: bool) -> Path:
     try:
         from modelscope import snapshot_download
     except ImportError:
         raise HubError("ModelScope is not installed. Run `pip install 'xllm-npu[modelscope]'`.") from None
-    options: dict[str, Any] = {"allow_patterns": _ALLOW, "ignore_patterns": _IGNORE}
+    options = _patterns(weights)
     directory = None if cache_dir is None else str(cache_dir)
     return _download(
         model,
         "ModelScope",
         lambda: snapshot_download(model, revision=revision, cache_dir=directory, **options),
+        weights,
     )
 
 
-def _download(model: str, hub: str, fetch: Callable[[], str]) -> Path:
+def _patterns(weights: bool) -> dict[str, Any]:
+    """What of a repository is downloaded."""
+    return {"allow_patterns": _ALLOW, "ignore_patterns": _IGNORE + ([] if weights else ["*.safetensors"])}
+
+
+def _download(model: str, hub: str, fetch: Callable[[], str], weights: bool) -> Path:
     from huggingface_hub import errors
 
     try:
-        return _with_weights(Path(fetch()), model, hub)
+        path = Path(fetch())
+        return _with_weights(path, model, hub) if weights else path
     except HubError:
         raise
     except errors.GatedRepoError as error:

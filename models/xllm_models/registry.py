@@ -7,12 +7,15 @@ Adding an architecture is one module with a class like `LlamaForCausalLM` and on
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import torch
 from xllm_platform.parallel import ParallelState
 
+from xllm_models import transformers_config
 from xllm_models.backends import get_ops
 from xllm_models.config import ModelConfig
+from xllm_models.config_keys import architecture_of, read_json
 from xllm_models.llama import LlamaForCausalLM
 
 _MODELS = {
@@ -58,6 +61,25 @@ def get_model_class(name: str) -> type[LlamaForCausalLM]:
     return getattr(importlib.import_module(module), attribute)
 
 
+def read_model_config(path: Path, model_impl: str = "auto") -> ModelConfig:
+    """The configuration, read for the implementation that will run: auto is native where there is a native class.
+
+    `path` is a model directory or a .gguf file. Raises ModelConfigError.
+    """
+    if path.suffix == ".gguf" and model_impl != "transformers":
+        return ModelConfig.from_gguf(path)
+    if model_impl == "native":
+        return ModelConfig.from_dir(path)
+    if path.suffix == ".gguf":
+        return transformers_config.read_config(path)
+    source = path / "config.json"
+    raw = read_json(source)
+    if model_impl == "auto" and architecture_of(raw, str(source)) in _MODELS:
+        return ModelConfig.from_dir(path)
+    transformers_config.refuse_unknown(raw, str(source), supported_models())
+    return transformers_config.read_config(path)
+
+
 def build_model(
     config: ModelConfig,
     *,
@@ -71,11 +93,22 @@ def build_model(
     float16 on the CPU: weights are rounded to float16 and the KV cache is float16, arithmetic is float32, because
     CPUs multiply float16 matrices hundreds of times slower.
     """
-    model_class, device, ops = get_model_class(config.architecture), torch.device(device), get_ops(kernels)
-    if config.hidden_act not in ops.ACTIVATIONS:
+    device, ops = torch.device(device), get_ops(kernels)
+    if config.implementation == "transformers":
+        model_class = _transformers_class()
+    else:
+        model_class = get_model_class(config.architecture)
+    if config.implementation == "native" and config.hidden_act not in ops.ACTIVATIONS:
         known = ", ".join(sorted(ops.ACTIVATIONS))
         raise UnsupportedModelError(f'hidden_act "{config.hidden_act}" is not supported. Supported: {known}.')
     computed = torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
     model = model_class(config, ops=ops, dtype=computed, device=device, parallel=parallel or ParallelState.single(),
                         storage_dtype=dtype)
     return model.eval()
+
+
+def _transformers_class() -> type[LlamaForCausalLM]:
+    """Imported here, since it takes seconds; it has the interface, not the parts."""
+    from xllm_models.transformers_model import TransformersModel
+
+    return TransformersModel  # type: ignore[return-value]

@@ -1,8 +1,10 @@
 import io
 
+import msgspec
+
 from tests.service.fake_master import INFO
 from xllm_npu.service.startup_screen import StartupScreen, amount, byte_text
-from xllm_npu.state.messages import EngineProgress
+from xllm_npu.state.messages import EngineProgress, WeightLoad
 
 
 class Terminal(io.StringIO):
@@ -41,3 +43,18 @@ def test_amounts():
     assert amount(EngineProgress("x", 3, 0, "files")) == "3 files"
     assert amount(EngineProgress("x", 0, 0)) == ""
     assert byte_text(1 << 60) == "1048576.0 TiB"
+
+
+def test_how_the_network_runs_and_what_loading_took():
+    stream = io.StringIO()
+    loads = [WeightLoad(rank, 3 << 30, 1.25, 5 << 29) for rank in range(2)]
+    info = msgspec.structs.replace(INFO, implementation="transformers", load_format="dummy", weight_loads=loads)
+    StartupScreen(stream).show_ready(info, ("tiny",), "http://127.0.0.1:8000")
+    lines = stream.getvalue().splitlines()
+    assert "Network: transformers' modelling code with the paged attention of this package" in lines
+    assert [line for line in lines if line.startswith("Weights of rank")] == [
+        f"Weights of rank {rank}: 3.0 GiB in 1.2 s, host memory at most 2.5 GiB above the start" for rank in range(2)]
+    assert "dummy weights" in stream.getvalue()
+    stream.truncate(0)
+    StartupScreen(stream).show_ready(INFO, ("tiny",), "http://127.0.0.1:8000")
+    assert "Network: native" in stream.getvalue()

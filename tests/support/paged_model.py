@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from xllm_models.backends import attention_for
-from xllm_models.config import ModelConfig
 from xllm_models.forward_input import AttentionMetadata, ForwardInput
-from xllm_models.registry import build_model
+from xllm_models.registry import build_model, read_model_config
 from xllm_models.weights.loader import load_weights
 from xllm_models.weights.source import open_source
 from xllm_platform.parallel import ParallelState
@@ -56,9 +55,10 @@ class PagedModel:
     def __init__(
         self, directory: str | Path, *, dtype: torch.dtype = torch.float32, kernels: str = "cpu",
         attention: str = "numba",
-        block_size: int = 16, num_blocks: int = 64, parallel: ParallelState | None = None,
+        block_size: int = 16, num_blocks: int = 64, parallel: ParallelState | None = None, model_impl: str = "native",
     ) -> None:
-        self.model = build_model(ModelConfig.from_path(directory), dtype=dtype, kernels=kernels, parallel=parallel)
+        config = read_model_config(Path(directory), model_impl)
+        self.model = build_model(config, dtype=dtype, kernels=kernels, parallel=parallel)
         self.report = load_weights(self.model, open_source(directory))
         self.backend = attention_for(self.model.config, attention)(self.model.attention_spec(block_size))
         self.backend.allocate_kv_caches(num_blocks)

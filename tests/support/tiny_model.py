@@ -117,12 +117,12 @@ def make_tiny_model(
                 torch.nn.init.normal_(buffer, std=0.1)
     finally:
         torch.random.set_rng_state(state)
-    _prefer_printable(model.get_output_embeddings().weight, backend)
+    prefer_printable(model.get_output_embeddings().weight, backend)
     model.to(dtype).save_pretrained(directory)
     return directory
 
 
-def _prefer_printable(weight: torch.Tensor, backend: Tokenizer) -> None:
+def prefer_printable(weight: torch.Tensor, backend: Tokenizer) -> None:
     """Give every other token the logit 0, which the likeliest of some ninety random ones is always above."""
     printable = [i for t, i in backend.get_vocab().items() if (len(t) == 1 and "!" <= t <= "~") or t == "Ġ"]
     keep = torch.zeros(weight.shape[0], 1)  # [vocab, 1]

@@ -59,6 +59,9 @@ def _devices(value: Any) -> dict[str, Any]:
     return {"platform": kind, "device_id": index}
 
 
+# The C++ runtime's names for what needs no C++ here; vLLM's for its own networks.
+_MODEL_IMPLS = {"": "auto", "python": "auto", "py": "auto", "vllm": "native"}
+
 ALIASES: dict[str, Alias] = {
     # vLLM
     "tensor_parallel_size": Alias("tp_size"),
@@ -100,4 +103,6 @@ def translate_value(name: str, value: Any) -> tuple[str, Any]:
         return "priority_strategy", word
     if name == "generation_config" and word == "vllm":
         return name, "none"
+    if name == "model_impl":
+        return name, _MODEL_IMPLS.get(word, value)
     return name, value

@@ -39,6 +39,13 @@ class ModelSettings(Section):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], DtypeSpelling] = Field(
         default="auto", description="computation dtype; auto: the checkpoint's, where the device has it"
     )
+    model_impl: Annotated[Literal["auto", "native", "transformers"], CaseFolded] = Field(
+        default="auto",
+        description="native: this package's networks; transformers: its code with our attention; auto: native if any",
+    )
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], CaseFolded] = Field(
+        default="auto", description="dummy: small random weights from config.json alone, for trials; else the files'"
+    )
     max_model_len: OptionalTokenCount = Field(
         default=None,
         ge=1,

@@ -18,7 +18,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_verbose_trace_log": (False,), "verbose_trace_log_path": ("",),
     "verbose_trace_log_max_size_mb": (1024,), "verbose_trace_log_max_files": (1000,),
     # Model
-    "backend": ("", "auto", "llm"), "task": ("generate",), "model_impl": ("", "auto", "python", "py"),
+    "backend": ("", "auto", "llm"), "task": ("generate",),
     "python_model_path": ("",), "trust_remote_code": (False,), "limit_image_per_prompt": (8,),
     "max_encoder_cache_size": (0,), "reasoning_parser": ("",), "tool_call_parser": ("",),
     "enable_qwen3_reranker": (False,), "flashinfer_workspace_buffer_size": (128 * 2**20,),
@@ -96,7 +96,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM
     "pipeline_parallel_size": (1,), "pp": (1,),
     "max_num_queued_reqs": ("",),
-    "quantization": ("", "none"), "load_format": ("auto", "safetensors"), "compilation_config": ("",),
+    "quantization": ("", "none"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
     "max_lora_rank": ("", 16), "lora_modules": ("",), "enable_sleep_mode": (False,),
     "enable_auto_tool_choice": (False,), "structured_outputs_config": ("",),
@@ -111,8 +111,6 @@ SINGLE_VALUED: dict[str, int] = {"dp_size": 1, "nnodes": 1}
 
 _WHY = {
     "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",
-    "model_impl": "there is one implementation, python",
-    "load_format": "weights are read from safetensors or .gguf, which the model's files tell",
 }
 
 

@@ -15,7 +15,7 @@ from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, Work
 from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.execution.worker_loader import Progress, load_worker
 from xllm_npu.state.launch import EngineInit, local_slots
-from xllm_npu.state.messages import EngineReady
+from xllm_npu.state.messages import EngineReady, WeightLoad
 
 MIB = 2**20
 
@@ -60,8 +60,9 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     if settings.parallel.tp_size == 1:
         worker = _one_worker(make, overlap)
         return Engine(worker, None, made[0].block_size), made[0]
-    client, group = _several_workers(settings, init, make)
+    client, group, others = _several_workers(settings, init, make)
     made[0].ranks = settings.parallel.tp_size
+    made[0].weight_loads += others
     return Engine(client, group, made[0].block_size), made[0]
 
 
@@ -75,7 +76,7 @@ def _one_worker(make: Callable[[], Worker], overlap: bool) -> WorkerClient:
 
 def _several_workers(
     settings: Settings, init: EngineInit, make: Callable[[], Worker]
-) -> tuple[InProcessWorker, WorkerGroup]:
+) -> tuple[InProcessWorker, WorkerGroup, list[WeightLoad]]:
     """Rank 0 has a thread of its own whatever the loop is: a thread that is stuck cannot be woken, its caller can."""
     e = settings.execution
     client: InProcessWorker | None = None
@@ -96,8 +97,8 @@ def _several_workers(
         except Exception as error:
             raise group.cause(error) from error
         group.busy_since = lambda: client.busy_since if client is not None else None
-        group.wait_ready()
+        others = [ready.weights for ready in group.wait_ready()]
     except BaseException:
         group.close()
         raise
-    return client, group
+    return client, group, others

@@ -22,8 +22,6 @@ from xllm_models.backends import attention_for
 from xllm_models.config import ModelConfig
 from xllm_models.layers.sharding import check_expert_sharding, check_sharding
 from xllm_models.registry import build_model
-from xllm_models.weights.loader import load_weights
-from xllm_models.weights.source import open_source
 from xllm_platform.base import Platform, PlatformError
 from xllm_platform.collectives import all_reduce
 from xllm_platform.parallel import ParallelState
@@ -33,6 +31,7 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
+from xllm_npu.execution.model_loader import LoadError, load_model_weights, read_config
 from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
@@ -48,10 +47,6 @@ WARM_UP_TOKENS = 256
 KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
 
 Progress = Callable[[EngineProgress], None]
-
-
-class LoadError(RuntimeError):
-    """The model cannot be served as asked; the message is for the user."""
 
 
 @dataclass(slots=True)
@@ -93,7 +88,7 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
     began = time.monotonic()
     platform = _select_platform(settings, rank)
     resolved = _resolve(settings, progress)
-    config = ModelConfig.from_path(resolved.path)
+    config = read_config(settings, resolved.path)
     dtype = _dtype(settings, config, platform)
     check_sharding(config, settings.parallel.tp_size)
     parallel = _join(settings, rank, config, platform)
@@ -116,7 +111,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     def on_weights(done: int, total: int) -> None:
         progress(EngineProgress("Loading weights", done, total, "bytes"))
 
-    report = load_weights(model, open_source(resolved.path), on_weights)
+    weights = load_model_weights(settings, model, resolved.path, rank.tp_rank, on_weights)
     shape = _shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
     blocks, shape = _capacity(settings, rank, platform, backend, spec, config, shape)
@@ -141,9 +136,10 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
         device=platform.device_name(), dtype=str(dtype).removeprefix("torch."), vocab_size=config.vocab_size,
         max_model_len=shape.max_model_len, eos_token_ids=list(config.eos_token_ids), num_kv_blocks=blocks - 1,
         block_size=shape.block_size, max_seqs=shape.max_seqs, max_tokens_per_batch=shape.max_tokens,
-        weight_bytes=report.bytes, kv_cache_bytes=blocks * backend.kv_bytes_per_block(spec), graph_sizes=sizes,
+        weight_bytes=weights.bytes, kv_cache_bytes=blocks * backend.kv_bytes_per_block(spec), graph_sizes=sizes,
         load_seconds=time.monotonic() - start.began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
         tokenizer_dir=str(resolved.tokenizer_dir), default_sampling=_default_sampling(config),
+        implementation=config.implementation, load_format=settings.model.load_format, weight_loads=[weights],
     )
     return LoadedWorker(worker, ready, resolved.tokenizer_dir)
 
@@ -194,7 +190,7 @@ def _resolve(settings: Settings, progress: Progress) -> hub.ResolvedModel:
         progress(EngineProgress(f"Getting the model: {name}", done, total, "bytes" if unit == "bytes" else ""))
 
     return hub.resolve_model(m.model, use_modelscope=m.use_modelscope, revision=m.revision, cache_dir=m.download_dir,
-                             progress=on_pull)
+                             weights=m.load_format != "dummy", progress=on_pull)
 
 
 def _dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch.dtype:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from xllm_npu.state.messages import WeightLoad
+
 
 class WorkerStop(msgspec.Struct, tag=True, array_like=True):
     """No step follows."""
@@ -18,7 +20,7 @@ class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     rank: int  # among the engine's tensor-parallel ranks
     pid: int
     device: str
-    weight_bytes: int
+    weights: WeightLoad
     load_seconds: float
 
 

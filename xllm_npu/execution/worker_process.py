@@ -76,7 +76,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                 rendezvous=init.rendezvous)
     loaded = load_worker(settings, rank, lambda _: None)
     reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
-                              weight_bytes=loaded.ready.weight_bytes, load_seconds=loaded.ready.load_seconds))
+                              weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds))
     while not isinstance(step := steps.receive(), WorkerStop):
         loaded.worker.execute(step)
     loaded.worker.close()

@@ -13,9 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from xllm_npu.state.messages import EngineProgress, EngineReady
+from xllm_npu.state.messages import EngineProgress, EngineReady, WeightLoad
 from xllm_npu.version import __version__
 
+_IMPLEMENTATIONS = {
+    "native": "native", "transformers": "transformers' modelling code with the paged attention of this package",
+}  # fmt: skip
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -77,9 +80,12 @@ class StartupScreen:
 def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tuple[str, str]]:
     tokens = info.num_kv_blocks * info.block_size
     sizes = info.graph_sizes
+    weights = byte_text(info.weight_bytes) + (", dummy weights" if info.load_format == "dummy" else "")
     return [
         ("Platform", f"{info.platform}, {info.device}"),
-        ("Model", f"{', '.join(model_names)} ({info.architecture}), {info.dtype}, {byte_text(info.weight_bytes)}"),
+        ("Model", f"{', '.join(model_names)} ({info.architecture}), {info.dtype}, {weights}"),
+        ("Network", _IMPLEMENTATIONS.get(info.implementation, info.implementation)),
+        *((f"Weights of rank {load.rank}", load_text(load)) for load in info.weight_loads),
         ("Context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size}: {tokens:,} tokens, "
                      f"{byte_text(info.kv_cache_bytes)}"),
@@ -88,6 +94,11 @@ def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tup
         ("Loaded in", f"{info.load_seconds:.1f} s"),
         ("Serving at", url),
     ]
+
+
+def load_text(load: WeightLoad) -> str:
+    return (f"{byte_text(load.bytes)} in {load.seconds:.1f} s, host memory at most {byte_text(load.peak_bytes)} above "
+            "the start")
 
 
 def amount(progress: EngineProgress) -> str:

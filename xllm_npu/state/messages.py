@@ -53,6 +53,15 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End after the step in flight; the client has drained or aborted its requests."""
 
 
+class WeightLoad(msgspec.Struct, array_like=True):
+    """How one rank got its weights."""
+
+    rank: int  # among the engine's tensor-parallel ranks
+    bytes: int  # in parameters, in their dtypes
+    seconds: float
+    peak_bytes: int  # of host memory, above what the process had before
+
+
 class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The engine can take requests. Figures are for the start-up screen and for validation."""
 
@@ -76,6 +85,9 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     ranks: int = 1  # devices of this engine
     tokenizer_dir: str = ""
     default_sampling: dict[str, float] = msgspec.field(default_factory=dict)  # from generation_config.json
+    implementation: str = "native"  # native | transformers: whose code the network is
+    load_format: str = "auto"
+    weight_loads: list[WeightLoad] = msgspec.field(default_factory=list)  # one a rank
 
 
 class EngineProgress(msgspec.Struct, tag=True, array_like=True):

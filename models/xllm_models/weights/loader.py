@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from xllm_models.placement import Placement
+from xllm_models.weights.host_memory import HostMemoryPeak
 from xllm_models.weights.source import Region, WeightError, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,32 @@ class LoadReport:
     bytes: int  # put into parameters, in their dtypes
     seconds: float
     tensors: int  # read from the checkpoint
+    peak_bytes: int  # of host memory above what the process had before
 
 
 def load_weights(model: LoadableModel, source: WeightSource, progress: Progress | None = None) -> LoadReport:
-    """Fill every placement, then call the model's `finalize_weights()` if it has one. Raises WeightError."""
-    started = time.perf_counter()
-    placements = model.placements()
+    """Fill every placement, or have the model do it (`load_from`, which is like `fill`); then call the model's
+    `finalize_weights()` if it has one. Raises WeightError.
+    """
+    started, memory = time.perf_counter(), HostMemoryPeak()
+
+    def watched(done: int, total: int) -> None:
+        memory.sample()
+        if progress is not None:
+            progress(done, total)
+
+    load_from = getattr(model, "load_from", None)
+    done, tensors = load_from(source, watched) if load_from else fill(model.placements(), source, watched)
+    finalize = getattr(model, "finalize_weights", None)
+    if finalize is not None:
+        finalize()
+    return LoadReport(done, time.perf_counter() - started, tensors, memory.rise())
+
+
+def fill(
+    placements: Mapping[str, Placement], source: WeightSource, progress: Progress | None = None
+) -> tuple[int, int]:
+    """-> (bytes put into parameters, tensors read)."""
     _check_names(placements, source)
     _check_shapes(placements, source)
     _check_bytes(placements, source)
@@ -57,10 +78,7 @@ def load_weights(model: LoadableModel, source: WeightSource, progress: Progress 
         done += sizes[name]
         if progress is not None:
             progress(done, total)
-    finalize = getattr(model, "finalize_weights", None)
-    if finalize is not None:
-        finalize()
-    return LoadReport(done, time.perf_counter() - started, len(regions))
+    return done, len(regions)
 
 
 def region_of(name: str, placement: Placement) -> Region:

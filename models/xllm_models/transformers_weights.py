@@ -1,0 +1,92 @@
+"""Weights into a network of transformers: through our own loader where the checkpoint's names are the modules' names,
+else through transformers' loading, which renames and fuses. safetensors only, in both.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import build_glob_alternation
+
+from xllm_models.placement import Placement
+from xllm_models.weights.dummy_source import DummySource
+from xllm_models.weights.loader import Progress, fill
+from xllm_models.weights.source import WeightError, WeightSource
+
+log = logging.getLogger(__name__)
+
+_NAMED = 5  # tensors an error message lists
+
+
+def stored_tensors(network: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Every parameter and persistent buffer once, with all its names."""
+    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def keep_in_float32(network: Any, dtype: torch.dtype) -> nn.Module:
+    """What transformers keeps in float32 whatever the model's dtype is."""
+    patterns = list(network._get_dtype_plan(dtype))
+    if patterns:
+        alternation = build_glob_alternation(patterns)[0]
+        for names, tensor in stored_tensors(network):
+            if any(alternation.search(name) for name in names):
+                tensor.data = tensor.data.float()
+    return network
+
+
+def load_network(
+    network: nn.Module, source: WeightSource, arguments: dict[str, Any], progress: Progress | None
+) -> tuple[nn.Module, tuple[int, int]]:
+    """-> (the network, or another one in its place, and (bytes, tensors) loaded). Raises WeightError.
+
+    `arguments` are from_pretrained's.
+    """
+    placements = _own_placements(network, source)
+    if placements is not None:
+        return network, fill(placements, source, progress)
+    log.info("%s is loaded by transformers: its names are not those of the modules", source.path)
+    network = _load_by_transformers(source, arguments)
+    tensors = [tensor for _, tensor in stored_tensors(network)]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if progress is not None:
+        progress(total, total)
+    return network, (total, len(source.tensors))
+
+
+def _own_placements(network: Any, source: WeightSource) -> dict[str, Placement] | None:
+    """None where names must be translated, tensors rearranged, or tied ones are there twice (and may differ)."""
+    if get_model_conversion_mapping(network, add_legacy=False) and not isinstance(source, DummySource):
+        return None
+    placements = {}
+    for names, tensor in stored_tensors(network):
+        present = [name for name in names if name in source.tensors]
+        if len(present) != 1:
+            return None
+        placements[present[0]] = Placement(tensor, tuple(tensor.shape))
+    return placements
+
+
+def _load_by_transformers(source: WeightSource, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(
+            source.path, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+            output_loading_info=True, **arguments)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise WeightError(f"{source.path}: transformers cannot load these weights ({text}). Check that weights and "
+                          "config.json belong together and that the download is complete.") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing or info["error_msgs"]:
+        rest = f", and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise WeightError(f"{source.path} lacks tensors of the model, or has them in another shape: "
+                          f"{', '.join(missing[:_NAMED]) or info['error_msgs'][0]}{rest}. Check that weights and "
+                          "config.json belong together and that the download is complete.")
+    return network

@@ -1,0 +1,53 @@
+"""Which implementation runs a model, and its weights: what loading does with settings and checkpoint, on any device.
+
+What cannot be served as asked is refused with a message that says which setting to change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from xllm_models.config import ModelConfig
+from xllm_models.registry import read_model_config
+from xllm_models.weights.dummy_source import DummySource
+from xllm_models.weights.loader import Progress, load_weights
+from xllm_models.weights.source import WeightSource, open_source
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.state.messages import WeightLoad
+
+
+class LoadError(RuntimeError):
+    """The model cannot be served as asked; the message is for the user."""
+
+
+def read_config(settings: Settings, path: Path) -> ModelConfig:
+    """The checkpoint's configuration as the implementation that the settings choose reads it."""
+    config = read_model_config(path, settings.model.model_impl)
+    if config.implementation == "transformers":
+        _check_transformers(settings, config)
+    return config
+
+
+def _check_transformers(settings: Settings, config: ModelConfig) -> None:
+    through = f"{config.architecture} runs through transformers' code (--model_impl)"
+    for name, value in (("tp_size", settings.parallel.tp_size), ("ep_size", settings.parallel.ep_size)):
+        if value > 1:
+            raise LoadError(f"{through}, which is not cut over devices: set --{name} 1, not {value}. Copies of the "
+                            "whole model are possible with --dp_size.")
+    if settings.execution.enable_graph:
+        raise LoadError(f"{through}, which is not captured in graphs: turn enable_graph off.")
+
+
+def load_model_weights(
+    settings: Settings, model: torch.nn.Module, path: Path, rank: int, progress: Progress
+) -> WeightLoad:
+    """Fill `model` from the files, or with dummy weights. Raises WeightError."""
+    source: WeightSource
+    if settings.model.load_format == "dummy":
+        source = DummySource(model.placements(), max(settings.execution.random_seed, 0))  # type: ignore[operator]
+    else:
+        source = open_source(path)
+    report = load_weights(model, source, progress)  # type: ignore[arg-type]
+    return WeightLoad(rank, report.bytes, report.seconds, report.peak_bytes)
