@@ -1,0 +1,43 @@
+"""Which attention backend serves a model: the one asked for if it can, else the first that can, else a refusal."""
+
+from types import SimpleNamespace
+
+import pytest
+from xllm_models.attention.cpu_attention import CpuAttention
+from xllm_models.attention.cuda_attention import CudaAttention
+from xllm_models.attention.torch_attention import TorchAttention
+from xllm_models.config import ModelConfig
+
+from xllm_npu.execution.worker_loader import LoadError, _attention_backend
+
+CONFIG = ModelConfig(
+    architecture="Gemma2ForCausalLM", model_type="gemma2", vocab_size=8, hidden_size=8, intermediate_size=8,
+    num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_position_embeddings=8)
+
+
+def choose(asked, offered, *needs):
+    settings = SimpleNamespace(execution=SimpleNamespace(attention_backend=asked))
+    platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(attention_backends=offered))
+    return _attention_backend(settings, platform, CONFIG, frozenset(needs))
+
+
+@pytest.mark.parametrize(("asked", "offered", "needs", "expected"), [
+    ("auto", ("numba", "torch"), (), CpuAttention),
+    ("auto", ("numba", "torch"), ("sinks", "softcap"), CpuAttention),
+    ("auto", ("cuda", "torch"), (), CudaAttention),
+    ("auto", ("cuda", "torch"), ("softcap",), TorchAttention),
+    ("cuda", ("cuda", "torch"), (), CudaAttention),
+    ("torch", ("npu", "torch"), ("sinks",), TorchAttention),
+])
+def test_the_first_that_can_is_taken(asked, offered, needs, expected):
+    assert choose(asked, offered, *needs) is expected
+
+
+@pytest.mark.parametrize(("asked", "offered", "needs", "message"), [
+    ("npu", ("torch", "npu"), ("sinks",), r"has sinks, and attention backend npu.*to auto or to one of torch\."),
+    ("auto", ("cuda",), ("sinks", "softcap"), r"has sinks and softcap, and no attention backend of platform some"),
+    ("flash", ("cuda", "torch"), (), r"no attention backend flash.*cuda, torch"),
+])
+def test_what_cannot_be_is_refused_by_name(asked, offered, needs, message):
+    with pytest.raises(LoadError, match=message):
+        choose(asked, offered, *needs)
