@@ -15,12 +15,15 @@ longer than it elsewhere.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 import torch
 
 from xllm_models.config import RopeConfig
 from xllm_models.placement import Placement
+
+log = logging.getLogger(__name__)
 
 _GROW = 4096  # positions by which the table grows at least
 
@@ -37,6 +40,10 @@ class RotaryTable:
         """No sequence will have more positions than these, which become valid all at once."""
         assert self.cos_sin.shape[0] == 0 or longest <= self.longest, "cached keys would be rotated otherwise"
         self.longest = longest if self.cos_sin.shape[0] == 0 else self.longest
+        original = self.rope.original_max_position_embeddings
+        if self.rope.type == "longrope" and longest > original:
+            log.info("longrope: all sequences use the frequencies for long contexts; with a max_model_len of %d or "
+                     "below they use those for short ones", original)
         self.reserve(longest)
 
     def reserve(self, num_positions: int) -> None:
