@@ -16,7 +16,8 @@ from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import WorkerStop
 
 LARGE = 32 * 1024  # bytes; below, a socket is as fast
-ALL, NEAR, FAR = b"A", b"N", b"F"  # topics: whole for everybody; a place in the ring; whole for other machines
+# A message's first byte is its topic: whole for everybody; a place in the ring; whole for other machines.
+ALL, NEAR, FAR = b"A", b"N", b"F"
 _PLACE = struct.Struct("<QQ")
 
 
@@ -49,16 +50,13 @@ class StepSender:
 
     def send(self, message: StepInput | WorkerStop) -> None:
         data = self._encoder.encode(message)
-        if len(data) < LARGE or self._ring is None:
-            self._socket.send_multipart((ALL, data))
+        place = self._ring.write(data) if self._ring is not None and len(data) >= LARGE else None
+        if place is None:  # small, or a reader is behind by a whole ring
+            self._socket.send(ALL + data)
             return
-        place = self._ring.write(data)
-        if place is None:  # a reader is behind by a whole ring
-            self._socket.send_multipart((ALL, data))
-            return
-        self._socket.send_multipart((NEAR, _PLACE.pack(*place)))
+        self._socket.send(NEAR + _PLACE.pack(*place))
         if self._far:
-            self._socket.send_multipart((FAR, data))
+            self._socket.send(FAR + data)
 
     def close(self) -> None:
         self._context.destroy(linger=200)
@@ -81,11 +79,11 @@ class StepReceiver:
 
     def receive(self) -> StepInput | WorkerStop:
         """The next step; waits for it."""
-        topic, data = self._socket.recv_multipart()
-        if topic == NEAR:
+        message = self._socket.recv()
+        if message[:1] == NEAR:
             assert self._ring is not None
-            data = self._ring.read(*_PLACE.unpack(data))
-        return self._decoder.decode(data)
+            return self._decoder.decode(self._ring.read(*_PLACE.unpack_from(message, 1)))
+        return self._decoder.decode(memoryview(message)[1:])
 
     def close(self) -> None:
         self._context.destroy(linger=0)
