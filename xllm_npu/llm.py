@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.config.settings import Settings
 from xllm_npu.master.beam_request import BeamRequest
@@ -239,6 +240,9 @@ class LLM:
 
 def start_engine(settings: Settings, listener: ProgressListener | None) -> Engine:
     """The in-process engine; imported only here, as it brings torch along."""
+    if settings.parallel.dp_size > 1:
+        raise SettingsError(f"LLM runs one engine, in the caller's process: dp_size must be 1, got "
+                            f"{settings.parallel.dp_size}. Serve the model to use several.")
     from xllm_npu.execution.process_setup import configure_process
 
     configure_process(settings, settings.parallel.tp_size)  # thread settings count only before torch is loaded

@@ -1,5 +1,7 @@
 """What the server counts, in Prometheus' text format, under vLLM's names with our prefix `xllm_npu:`.
 
+What an engine counts itself has the label `engine`, its data-parallel rank from 0; what requests experience has not.
+
 The master feeds a `Metrics` from the HTTP process's event loop; `/metrics` renders it on the same loop, so there
 are no locks. Feeding costs a bisect and a few additions: a histogram takes n equal observations at once. Knows
 no request and no engine: callers hand in numbers.
@@ -8,7 +10,7 @@ no request and no engine: callers hand in numbers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,6 +19,7 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "xllm_npu:"
+ENGINE_LABELS = ("model_name", "engine")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Bucket bounds: 1, 2, 5 times powers of ten for counts; spacings that resolve an SLO for seconds.
@@ -97,8 +100,8 @@ class Metrics:
 
     def __init__(self, model_name: str = "") -> None:
         self._model_name = model_name
-        self._cache_config: dict[str, str] = {}
-        self._engine: dict[str, float] = {}
+        self._cache_configs: list[dict[str, str]] = [{}]  # by engine
+        self._engines: list[Mapping[str, float]] = [{}]
         self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = {}
@@ -108,16 +111,18 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_View(self))
 
-    def set_model(self, model_name: str, cache_config: Mapping[str, object] | None = None) -> None:
-        """`cache_config` becomes the labels of cache_config_info: block_size, num_kv_blocks, ..."""
+    def set_model(self, model_name: str, cache_configs: Sequence[Mapping[str, object]] = ({},)) -> None:
+        """One of `cache_configs` for each engine; they become the labels of cache_config_info: block_size, ..."""
         self._model_name = model_name
-        self._cache_config = {key: str(value) for key, value in (cache_config or {}).items()}
+        self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
+        self._engines = [{} for _ in cache_configs]
 
-    def set_engine(self, **stats: float) -> None:
-        """The engine's latest statistics, by the field names of EngineStats. Once a step, after the step."""
-        if stats.get("steps_total", -1) != self._engine.get("steps_total") and stats.get("last_step_tokens"):
+    def set_engine(self, engine: int, **stats: float) -> None:
+        """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step."""
+        before = self._engines[engine]
+        if stats.get("steps_total", -1) != before.get("steps_total") and stats.get("last_step_tokens"):
             self._observe_step(stats["last_step_tokens"])
-        self._engine = stats
+        self._engines[engine] = stats
 
     def on_queued(self, queue_seconds: float, prefill_seconds: float) -> None:
         """A request's waiting and prefill, known when its first token is."""
@@ -165,13 +170,9 @@ class Metrics:
     def families(self) -> Iterator[Metric]:
         labels, values = ["model_name"], [self._model_name]
         for name, text, key in ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
-            gauge.add_metric(values, self._engine.get(key, 0))
-            yield gauge
+            yield self._by_engine(GaugeMetricFamily, name, text, key)
         for name, text, key in ENGINE_COUNTERS:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            counter.add_metric(values, self._engine.get(key, 0))
-            yield counter
+            yield self._by_engine(CounterMetricFamily, name, text, key)
         yield self._by_label("request_success", "Requests finished, by reason.", "finished_reason",
                              self._finished)
         yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
@@ -182,9 +183,18 @@ class Metrics:
             family.add_metric(values, histogram.buckets(), histogram.sum)
             yield family
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's configuration.",
-                                 labels=[*labels, *self._cache_config])
-        info.add_metric([*values, *self._cache_config.values()], 1)
+                                 labels=[*ENGINE_LABELS, *self._cache_configs[0]])
+        for engine, config in enumerate(self._cache_configs):
+            info.add_metric([self._model_name, str(engine), *config.values()], 1)
         yield info
+
+    def _by_engine(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, key: str
+    ) -> Metric:
+        family = kind(PREFIX + name, text, labels=ENGINE_LABELS)
+        for engine, stats in enumerate(self._engines):
+            family.add_metric([self._model_name, str(engine)], stats.get(key, 0))
+        return family
 
     def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])

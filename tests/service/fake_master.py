@@ -11,7 +11,7 @@ from typing import Any
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus
 from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import EngineReady, EngineStats
+from xllm_npu.state.messages import EngineReady
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter
 
@@ -107,7 +107,6 @@ class FakeMaster:
         self.status = status
         self.failure: str | None = None
         self.info: EngineReady | None = INFO if status is not EngineStatus.LOADING else None
-        self.stats = EngineStats()
         self.metrics = Metrics("tiny")
         self.tokenizer = ByteTokenizer()
         self.default_sampling: dict[str, float] = {}

@@ -11,19 +11,20 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
             assert sample.labels.get("model_name") == "m"
-            found[sample.name, *labels.values()] = sample.value
+            found[sample.name, *(labels[name] for name in sorted(labels))] = sample.value
     return found
 
 
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics()
-    metrics.set_model("m", {"block_size": 128, "num_kv_blocks": 7})
+    metrics.set_model("m", [{"block_size": 128, "num_kv_blocks": 7}, {"block_size": 128, "num_kv_blocks": 8}])
     return metrics
 
 
 def test_engine_statistics(metrics):
-    metrics.set_engine(running=3, waiting=2, kv_usage=0.5, preemptions_total=4, prefix_queries_total=100,
+    metrics.set_engine(0, running=1, steps_total=7)
+    metrics.set_engine(1, running=3, waiting=2, kv_usage=0.5, preemptions_total=4, prefix_queries_total=100,
                        prefix_hits_total=60, steps_total=1, prompt_tokens_total=50, generation_tokens_total=70,
                        last_step_tokens=9, last_step_seconds=0.1, graph_misses_total=1)
     got = samples(metrics)
@@ -31,16 +32,20 @@ def test_engine_statistics(metrics):
                         "num_preemptions_total": 4, "prefix_cache_queries_total": 100, "prefix_cache_hits_total": 60,
                         "prompt_tokens_total": 50, "generation_tokens_total": 70, "engine_steps_total": 1,
                         "graph_misses_total": 1}.items():
-        assert got["xllm_npu:" + name,] == value, name
-    assert got["xllm_npu:cache_config_info", "128", "7"] == 1
+        assert got["xllm_npu:" + name, "1"] == value, name
+    assert got["xllm_npu:num_requests_running", "0"] == 1
+    assert got["xllm_npu:engine_steps_total", "0"] == 7
+    assert got["xllm_npu:cache_config_info", "128", "0", "7"] == got["xllm_npu:cache_config_info", "128", "1", "8"] == 1
 
 
 def test_a_step_is_counted_once(metrics):
     for step, tokens in ((1, 5), (1, 5), (2, 100), (3, 0)):
-        metrics.set_engine(steps_total=step, last_step_tokens=tokens)
+        metrics.set_engine(0, steps_total=step, last_step_tokens=tokens)
+    metrics.set_engine(1, steps_total=3, last_step_tokens=7)
+    metrics.set_engine(1, steps_total=3, last_step_tokens=7)
     got = samples(metrics)
-    assert got["xllm_npu:iteration_tokens_total_count",] == 2
-    assert got["xllm_npu:iteration_tokens_total_sum",] == 105
+    assert got["xllm_npu:iteration_tokens_total_count",] == 3
+    assert got["xllm_npu:iteration_tokens_total_sum",] == 112
 
 
 def test_a_finished_request(metrics):

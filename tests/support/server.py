@@ -161,14 +161,20 @@ class ServerProcess:
         return 0
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name without prefix; with a label beside the model's name: `name:value`."""
+        """Samples by name without prefix; with a label beside the model's name and the engine: `name:value`.
+
+        Those of several engines are added up, and are there one by one too: `name@engine`.
+        """
         with self.client() as client:
             text = client.get("/metrics").text
-        samples = {}
+        samples: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
-                samples[":".join([sample.name.removeprefix("xllm_npu:"), *labels])] = sample.value
+                labels = [v for name, v in sorted(sample.labels.items()) if name not in ("model_name", "engine")]
+                name = ":".join([sample.name.removeprefix("xllm_npu:"), *labels])
+                samples[name] = samples.get(name, 0) + sample.value
+                if "engine" in sample.labels:
+                    samples[f"{name}@{sample.labels['engine']}"] = sample.value
         return samples
 
     def wait_idle(self) -> None:

@@ -22,6 +22,15 @@ class ParallelSettings(Section):
         description="how tokens meet the experts of other devices; 0 and 1: all tokens come to all devices; 2: each "
         "goes to its experts' devices only, which needs experts shared among all",
     )
+    enable_prefix_cache_aware_dp_routing: bool = Field(
+        default=False, description="send a request to the copy that has its beginning in its prefix cache"
+    )
+    prefix_cache_aware_dp_routing_match_threshold: float = Field(
+        default=0.5, gt=0, le=1, description="share of a prompt that must be cached for that"
+    )
+    prefix_cache_aware_dp_routing_imbalance_threshold: float = Field(
+        default=0.1, ge=0, le=1, description="how much fuller than the emptiest that copy may be, as a share"
+    )
     communication_backend: Annotated[Literal["auto", "hccl", "nccl", "gloo"], CaseFolded] = Field(
         default="auto", description="torch.distributed backend; auto: the platform's"
     )

@@ -38,6 +38,12 @@ def _expert_parallel(settings: Settings, spelled: Mapping[str, str]) -> Iterator
         yield f"{degree}=2 needs experts shared among all {world} devices: set {name}={world}."
 
 
+def _prefix_routing(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    name = "enable_prefix_cache_aware_dp_routing"
+    if settings.parallel.enable_prefix_cache_aware_dp_routing and not settings.kv_cache.enable_prefix_cache:
+        yield f"{spelled.get(name, flag(name))} needs the prefix cache, which --enable-prefix-cache=false turns off."
+
+
 def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     d = settings.distributed
     if d.node_rank >= d.nnodes:
@@ -117,6 +123,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _one_device, _expert_parallel, _node_rank, _whole_prompt_fits_a_step, _chunk_size, _in_batch_prefix,
-    _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
+    _one_device, _expert_parallel, _prefix_routing, _node_rank, _whole_prompt_fits_a_step, _chunk_size,
+    _in_batch_prefix, _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
 )  # fmt: skip

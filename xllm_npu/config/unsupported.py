@@ -32,8 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_linear_state_cache_slots": (0,), "indexer_cache_dtype": ("auto",), "enable_xtensor": (False,),
     "enable_virtual_memory": (False,), "enable_vmm_kvcache": (False,), "enable_vmm_weights": (False,),
     "vmm_elastic": (False,), "vmm_memory_reserve_bytes": (0,), "phy_page_granularity_size": (2 * 2**20,),
-    "enable_prefix_cache_aware_dp_routing": (False,), "prefix_cache_aware_dp_routing_match_threshold": (0.5,),
-    "prefix_cache_aware_dp_routing_imbalance_threshold": (0.1,),
     # KV store
     "prefetch_timeout": (0,), "prefetch_batch_size": (2,), "layers_wise_copy_batchs": (4,),
     "host_blocks_factor": (0,), "enable_kvcache_store": (False,), "store_protocol": ("tcp",),
@@ -107,7 +105,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 # Settings of ours that so far have one value that works.
-SINGLE_VALUED: dict[str, int] = {"dp_size": 1, "nnodes": 1}
+SINGLE_VALUED: dict[str, int] = {"nnodes": 1}
 
 _WHY = {
     "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",

@@ -20,7 +20,9 @@ class Engine:
         self._block_size = block_size
 
     def submit(self, group: BatchGroup) -> None:
-        self.send(build_step_input(group.batches[0], group.tables[0], self._block_size))
+        message = build_step_input(group.batches[0], group.tables[0], self._block_size)
+        message.dp_tokens, message.dp_all_decode = group.dp_tokens, group.dp_all_decode
+        self.send(message)
 
     def send(self, step: StepInput) -> None:
         if self._others is not None:

@@ -32,7 +32,7 @@ from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.model_loader import LoadError, load_model_weights, read_config
-from xllm_npu.execution.rank import Rank
+from xllm_npu.execution.rank import Rank, is_coupled
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker import Worker, WorkerParts
@@ -140,6 +140,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
         load_seconds=time.monotonic() - start.began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
         tokenizer_dir=str(resolved.tokenizer_dir), default_sampling=_default_sampling(config),
         implementation=config.implementation, load_format=settings.model.load_format, weight_loads=[weights],
+        steps_together=is_coupled(settings, config),
     )
     return LoadedWorker(worker, ready, resolved.tokenizer_dir)
 

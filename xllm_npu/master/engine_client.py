@@ -1,44 +1,61 @@
-"""The HTTP process's end of the engine process: starts it, talks to it, notices when it dies.
+"""The HTTP process's end of one engine process: has it started, talks to it, notices when it dies.
 
-Everything runs on the event loop. The sockets lie in a directory that only this user can enter; it goes when the
-engine goes. The engine process ends with this one, because its standard input does.
+Everything runs on the event loop. The engine process ends with this one, because its standard input does. Knows
+nothing of the other engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
-import os
-import shutil
-import signal
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from xllm_npu.config.settings import Settings
+from xllm_npu.master.launcher import Child, Launcher
+from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import ClientMessage, EngineFailed, EngineMessage, Shutdown
 
 log = logging.getLogger(__name__)
 
+ENGINE = "engine process"
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class Clue(enum.IntEnum):
+    """How much an ending says of its cause: the smaller, the more, where several processes end together."""
+
+    DIED = 0  # without a word
+    SAID = 1  # what happened
+    FAILED = 2  # with an exception that may come from another's end
+
+
+@dataclass(slots=True, frozen=True)
+class Ending:
+    clue: Clue
+    reason: str  # a sentence for people
+
+
 OnMessage = Callable[[EngineMessage], None]
-OnExit = Callable[[str], None]
+OnExit = Callable[[Ending], None]
 
 
 class EngineClient:
     """`on_message` hears everything the engine says; `on_exit` hears once how it ended, if nobody asked it to."""
 
-    def __init__(self, settings: Settings, on_message: OnMessage, on_exit: OnExit) -> None:
-        self._settings = settings
+    def __init__(
+        self, launcher: Launcher, init: EngineInit, on_message: OnMessage, on_exit: OnExit,
+        name: str = ENGINE,
+    ) -> None:
+        self._launcher, self._init, self._name = launcher, init, name
         self._on_message, self._on_exit = on_message, on_exit
-        self._directory: Path | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._context: Context | None = None
+        self._child: Child | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -46,33 +63,27 @@ class EngineClient:
         self._stopping = False
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._child is not None and self._child.alive
 
-    async def start(self) -> None:
-        """Start the process; returns before the model is loaded."""
-        self._directory = Path(tempfile.mkdtemp(prefix="xllm-npu-"))  # mode 700
+    async def launch(self) -> None:
+        """Start the process; returns before the model is loaded. Raises OSError if it cannot be started."""
+        self._child = await self._launcher.start("engine", msgspec.json.encode(self._init))
+
+    def listen(self) -> None:
+        """Open the sockets, which may come after the process, and watch both. Raises zmq.ZMQError."""
+        assert self._child is not None
         self._context = zmq.Context()
         self._outgoing = self._context.socket(zmq.PUSH)
         self._incoming = zmq.asyncio.Context(self._context).socket(zmq.PULL)
-        self._outgoing.set_hwm(0)
-        self._incoming.set_hwm(0)
-        self._outgoing.bind(f"ipc://{self._directory}/requests")
-        self._incoming.bind(f"ipc://{self._directory}/outputs")
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "xllm_npu.master.engine_process", str(self._directory), stdin=asyncio.subprocess.PIPE)
-        assert self._process.stdin is not None
-        self._process.stdin.write(self._settings.model_dump_json(exclude_unset=True).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):  # it died already; the watcher says how
-            await self._process.stdin.drain()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        for socket, endpoint in ((self._outgoing, self._init.requests), (self._incoming, self._init.outputs)):
+            socket.set_hwm(0)  # what waits is bounded by the requests that are open
+            socket.set(zmq.IPV6, 1)
+            socket.bind(endpoint)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(self._child))]
 
     def send(self, message: ClientMessage) -> None:
-        """Never blocks: what waits in the socket is bounded by the requests that are open."""
+        """Never blocks."""
         if self._context is not None and not self._outgoing.closed:
             with contextlib.suppress(zmq.Again):  # no engine has connected: there is nobody to tell
                 self._outgoing.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -86,21 +97,23 @@ class EngineClient:
                 self._on_message(message)
         except Exception as error:  # without it nobody would hear anything again, and nobody would know why
             log.exception("the engine's messages cannot be handled")
-            self._on_exit(f"The engine's messages cannot be handled: {type(error).__name__}.")
+            self._on_exit(Ending(Clue.SAID, f"The engine's messages cannot be handled: {type(error).__name__}."))
 
-    async def _watch(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
+    async def _watch(self, child: Child) -> None:
+        how = await child.wait()
         if self._stopping:
             return
         await self._last_words()
-        if self._failure is not None:
-            reason = self._failure.message
-        elif code < 0:
-            reason = f"The engine process (pid {self.pid}) was ended by {signal.Signals(-code).name}."
-        else:
-            reason = f"The engine process (pid {self.pid}) ended with exit code {code}."
-        self._on_exit(reason)
+        self._on_exit(self._ending(child, how))
+
+    def _ending(self, child: Child, how: str) -> Ending:
+        if self._failure is None:
+            return Ending(Clue.DIED, f"The {self._name} ({child.where}) {how}.")
+        message = self._failure.message
+        if self._failure.ours:
+            return Ending(Clue.SAID, message)
+        several = self._name != ENGINE
+        return Ending(Clue.FAILED, f"The {self._name} ({child.where}) failed: {message}" if several else message)
 
     async def _last_words(self) -> None:
         """What it sent before it died may still be on its way."""
@@ -112,39 +125,29 @@ class EngineClient:
     async def stop(self, patience: float) -> None:
         """Ask it to end, wait, and make sure. Nothing of it is left afterwards."""
         self._stopping = True
-        process = self._process
-        if process is not None and process.returncode is None:
-            self.send(Shutdown())
-            try:
-                await asyncio.wait_for(process.wait(), patience)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+        if self._child is not None:
+            if self._child.alive:
+                self.send(Shutdown())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._child.wait(), patience)
+            self._child.kill()
+            await self._child.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._clean_up()
+        self._close()
 
     def kill(self) -> None:
-        """At once, without waiting; for a second Ctrl-C."""
+        """At once, without waiting."""
         self._stopping = True
-        if self.alive and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self._remove_directory()
+        if self._child is not None:
+            self._child.kill()
 
-    def _clean_up(self) -> None:
+    def _close(self) -> None:
         if self._context is not None:
             self._outgoing.close(linger=0)
             self._incoming.close(linger=0)
             self._context.term()  # waits for open sockets, of which there are none
             self._context = None
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        if self._child is not None:
+            self._child.close()

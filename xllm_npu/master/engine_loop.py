@@ -24,6 +24,7 @@ from xllm_npu.state.messages import (
     EngineProgress,
     EngineReady,
     StepOutputs,
+    StepTogether,
 )
 
 log = logging.getLogger(__name__)
@@ -64,14 +65,24 @@ class EngineLoop:
         overlap = settings.scheduler.enable_schedule_overlap
         engine, ready = start_engine(settings, init, progress or (lambda _: None), overlap=overlap)
         scheduler = Scheduler(scheduler_options(settings, ready))
+        if ready.steps_together:
+            from xllm_npu.master.coupled_loop import CoupledLoop  # which builds on this module
+            from xllm_npu.master.step_exchange import connect
+
+            assert init is not None, "data-parallel ranks are started by a server"
+            exchange = connect(init.agreement, init.dp_rank, settings.parallel.dp_size,
+                               settings.distributed.collective_timeout, engine.check)
+            return CoupledLoop(scheduler, engine, ready, overlap=overlap, rank=init.dp_rank, exchange=exchange)
         return cls(scheduler, engine, ready, overlap=overlap)
 
     @property
     def tokenizer_dir(self) -> Path:
         return Path(self.ready.tokenizer_dir)
 
-    def submit(self, message: AddRequest | AbortRequest) -> None:
+    def submit(self, message: AddRequest | AbortRequest | StepTogether) -> None:
         """Take a message in. A request that breaks the scheduler's rules ends alone, with an error."""
+        if isinstance(message, StepTogether):
+            return  # this engine steps on its own
         if isinstance(message, AbortRequest):
             self.scheduler.abort(message.keys)
             return

@@ -1,8 +1,8 @@
 """The engine process: `python -m xllm_npu.master.engine_process`, started by `EngineClient`.
 
-Its standard input carries one line of settings and then stays open for as long as the parent lives: when it ends, so
-does this process, whatever it is doing. Requests arrive on one ZeroMQ socket and news leave on another, both inside a
-private directory of the parent's. Ctrl-C belongs to the parent.
+Its standard input carries one line, an `EngineInit`, and then stays open for as long as the parent lives: when it
+ends, so does this process, whatever it is doing. Requests arrive on one ZeroMQ socket and news leave on another.
+Ctrl-C belongs to the parent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import time
 import traceback
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -23,6 +21,7 @@ import zmq
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.child import describe, follow_parent, read_line, speaks_for_itself
 from xllm_npu.log import setup_logging
+from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
     ClientMessage,
     EngineFailed,
@@ -43,14 +42,14 @@ EXIT_FAILED = 1
 class Channel:
     """The two sockets, seen from the engine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, requests: str, outputs: str) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
-        for socket in (self._inbox, self._outbox):
+        for socket, endpoint in ((self._inbox, requests), (self._outbox, outputs)):
             socket.set_hwm(0)  # what waits is bounded by max_concurrent_requests
-        self._inbox.connect(f"ipc://{directory}/requests")
-        self._outbox.connect(f"ipc://{directory}/outputs")
+            socket.set(zmq.IPV6, 1)
+            socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
 
@@ -119,7 +118,8 @@ class EngineServer:
         scheduler = self._loop.scheduler
         stats: EngineStats = scheduler.stats
         stats.running, stats.waiting = self._told = self._gauges()
-        stats.kv_usage = scheduler.running.blocks.pool.usage
+        blocks = scheduler.running.blocks
+        stats.kv_usage, stats.free_blocks = blocks.pool.usage, blocks.num_available
         self._channel.send(StepOutputs(stats=stats))
 
     def _became_idle(self) -> None:
@@ -151,29 +151,28 @@ class ThrottledProgress:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    directory = Path(sys.argv[1])
     line = read_line()
-    if not line:  # the parent died before it said anything
-        shutil.rmtree(directory, ignore_errors=True)
+    if not line.endswith(b"\n"):  # the parent died before it had said everything, and so before it made anything
         return EXIT_FAILED
-    follow_parent(lambda: shutil.rmtree(directory, ignore_errors=True))
-    settings = Settings.model_validate_json(line)
+    init = msgspec.json.decode(line, type=EngineInit)
+    follow_parent(lambda: shutil.rmtree(init.directory, ignore_errors=True))
+    os.makedirs(init.directory, mode=0o700, exist_ok=True)  # the parent may be slower, or on another machine
+    settings = Settings.model_validate_json(init.settings)
     setup_logging(settings.service.log_level)
-    channel = Channel(directory)
+    channel = Channel(init.requests, init.outputs)
     try:
         from xllm_npu.execution.process_setup import configure_process
 
-        configure_process(settings, settings.parallel.tp_size)  # before anything loads torch or numba
-        from xllm_npu.execution.engine_start import local_init
+        configure_process(settings, sum(slot.node == init.node for slot in init.slots))  # before torch or numba load
         from xllm_npu.master.engine_loop import EngineLoop
 
-        loop = EngineLoop.create(settings, ThrottledProgress(channel), local_init(settings, str(directory)))
+        loop = EngineLoop.create(settings, ThrottledProgress(channel), init)
         freeze_start_up()
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
     except Exception as error:
         log.log(logging.DEBUG if speaks_for_itself(error) else logging.ERROR, "the engine failed", exc_info=True)
-        channel.send(EngineFailed(describe(error), traceback.format_exc()))
+        channel.send(EngineFailed(describe(error), traceback.format_exc(), speaks_for_itself(error)))
         channel.close()
         return EXIT_FAILED
     channel.close()

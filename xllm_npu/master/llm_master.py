@@ -1,4 +1,4 @@
-"""The composition root of the HTTP process: tokenizer, request factory, output dispatcher, engine client.
+"""The composition root of the HTTP process: tokenizer, request factory, output dispatcher, engines.
 
 `service/` talks to this and to nothing below it. Runs on one asyncio event loop; whatever may block (templates,
 tokenizing, loading the tokenizer) runs on a small thread pool.
@@ -11,7 +11,7 @@ import contextlib
 import enum
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from xllm_npu.config.settings import Settings, served_model_names
-from xllm_npu.master.engine_client import EngineClient
+from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
+from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineMessage,
-    EngineProgress,
-    EngineReady,
-    EngineStats,
-    StepOutputs,
-)
+from xllm_npu.state.messages import AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
 
 if TYPE_CHECKING:
@@ -54,11 +47,11 @@ class EngineStatus(enum.Enum):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine process is gone; the message names it and how it ended."""
+    """An engine process is gone; the message names it and how it ended."""
 
 
 class LLMMaster:
-    """`status` goes from LOADING to READY, and to DEAD when the engine dies; `failure` then says why."""
+    """`status` goes from LOADING to READY, and to DEAD when an engine dies; `failure` then says why."""
 
     tokenizer: Tokenizer
 
@@ -67,11 +60,12 @@ class LLMMaster:
         self.status = EngineStatus.LOADING
         self.failure: str | None = None
         self.info: EngineReady | None = None
-        self.stats = EngineStats()
         self.metrics = Metrics()
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
-        self._client = EngineClient(settings, self._on_message, self._on_exit)
+        directory = new_directory()
+        events = EngineEvents(lambda p: self.on_progress(p), self._on_ready, self._on_outputs, self._on_exit)
+        self._engines = EngineGroup(settings, plan_on_one_machine(settings, directory), directory, events)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._timings: dict[int, RequestTiming] = {}
         self._template: ChatTemplate
@@ -81,8 +75,8 @@ class LLMMaster:
         self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
 
     async def start(self) -> None:
-        """Start the engine process; `status` tells when it is READY."""
-        await self._client.start()
+        """Start the engine processes; `status` tells when all are READY."""
+        await self._engines.start()
         self._pool.submit(_import_text)  # while the engine loads
 
     # What service/ calls
@@ -95,14 +89,14 @@ class LLMMaster:
         """
         if self._dispatcher is None:
             raise EngineDeadError(self.failure or "The engine is not ready.")
-        if self.status is EngineStatus.DEAD or not self._client.alive:  # its last words may be yet to come
+        if self.status is EngineStatus.DEAD or not self._engines.alive:  # its last words may be yet to come
             raise EngineDeadError(self.failure or "The engine process has ended.")
         message = self._factory.make(request)
         if message.params.use_beam_search:
             return self._search(message)
         outputs = RequestStream(lambda: self._abandon(message.request_id))
         self._dispatcher.open(message, self._sink(message, outputs), stream)
-        self._client.send(message)
+        self._engines.send(message)
         return outputs
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
@@ -146,34 +140,29 @@ class LLMMaster:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def check_health(self) -> bool:
-        return self.status is EngineStatus.READY and self._client.alive
+        return self.status is EngineStatus.READY and self._engines.alive
 
     async def shutdown(self, patience: float) -> None:
-        """End the engine process within `patience` seconds, by force if it must be; open requests end with an error."""
+        """End the engines within `patience` seconds, by force if it must be; open requests end with an error."""
         if self._readying is not None:
             self._readying.cancel()
             await asyncio.gather(self._readying, return_exceptions=True)
         if self._dispatcher is not None:
             self._dispatcher.fail_all("The server is shutting down.")
         await asyncio.gather(*self._endings)
-        await self._client.stop(patience)
+        await self._engines.stop(patience)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def kill(self) -> None:
         """At once; nothing is drained."""
-        self._client.kill()
+        self._engines.kill()
 
-    # What the engine says
+    # What the engines say
 
-    def _on_message(self, message: EngineMessage) -> None:
-        if isinstance(message, StepOutputs):
-            self._on_outputs(message)
-        elif isinstance(message, EngineProgress):
-            self.on_progress(message)
-        elif isinstance(message, EngineReady):
-            self._readying = asyncio.create_task(self._become_ready(message))
+    def _on_ready(self, ready: Sequence[EngineReady]) -> None:
+        self._readying = asyncio.create_task(self._become_ready(ready))
 
-    def _on_outputs(self, outputs: StepOutputs) -> None:
+    def _on_outputs(self, rank: int, outputs: StepOutputs) -> None:
         for info in outputs.prompts:
             timing = self._timings.get(info.request_id)
             if timing is not None:
@@ -181,10 +170,10 @@ class LLMMaster:
         assert self._dispatcher is not None, "outputs before any request"
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
-            self.stats = outputs.stats
-            self.metrics.set_engine(**msgspec.structs.asdict(outputs.stats))
+            self.metrics.set_engine(rank, **msgspec.structs.asdict(outputs.stats))
 
-    async def _become_ready(self, ready: EngineReady) -> None:
+    async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
+        ready = as_one(engines)
         try:
             directory = Path(self.settings.model.tokenizer or ready.tokenizer_dir)
             template = self.settings.model.chat_template
@@ -197,11 +186,11 @@ class LLMMaster:
         from xllm_npu.master.request_factory import RequestFactory
 
         self._factory = RequestFactory(self.tokenizer, ready, self.settings.model.max_logprobs)
-        self._dispatcher = OutputDispatcher(self.tokenizer, self._send_abort)
+        self._dispatcher = OutputDispatcher(self.tokenizer, self._engines.abort, self._engines.end)
         if self.settings.model.generation_config == "auto":
             self.default_sampling = ready.default_sampling
         name = served_model_names(self.settings)[0]
-        self.metrics.set_model(name, {"block_size": ready.block_size, "num_kv_blocks": ready.num_kv_blocks})
+        self.metrics.set_model(name, [{"block_size": e.block_size, "num_kv_blocks": e.num_kv_blocks} for e in engines])
         gc.collect()
         gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
@@ -213,9 +202,6 @@ class LLMMaster:
         self.status = EngineStatus.DEAD
         if self._dispatcher is not None:
             self._dispatcher.fail_all(f"The engine stopped: {reason}")
-
-    def _send_abort(self, message: AbortRequest) -> None:
-        self._client.send(message)
 
     def _abandon(self, request_id: int) -> None:
         timing = self._timings.pop(request_id, None)
@@ -236,8 +222,13 @@ class LLMMaster:
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
 
-        search = BeamRequest(message, self._factory.eos_token_ids, self._dispatcher, self._client.send,
-                             self._factory.new_id, on_end)
+        rank: int | None = None
+
+        def send(beam: AddRequest) -> None:
+            nonlocal rank
+            rank = self._engines.send(beam, rank)  # where the beams' beginnings are
+
+        search = BeamRequest(message, self._factory.eos_token_ids, self._dispatcher, send, self._factory.new_id, on_end)
         search.start()
         return outputs
 

@@ -92,9 +92,13 @@ class _Probe:
 class OutputDispatcher:
     """All open requests of one client process."""
 
-    def __init__(self, tokenizer: Tokenizer, abort: Callable[[AbortRequest], None]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, abort: Callable[[AbortRequest], None],
+        ended: Callable[[int], object] = lambda request_id: None,
+    ) -> None:
+        """`ended` hears once of every request that is over, with its id, after its abort if there was one."""
         self._tokenizer = tokenizer
-        self._abort = abort
+        self._abort, self._ended = abort, ended
         self._requests: dict[int, _Request] = {}
         self._sequences: dict[int, tuple[_Request, SequenceOutput]] = {}  # those that have not finished
         self._probes: dict[int, _Probe] = {}  # by request id
@@ -139,6 +143,7 @@ class OutputDispatcher:
         """
         if self._probes.pop(request_id, None) is not None:
             self._abort(AbortRequest([sequence_key(request_id, 0)], FINISH_ABORT))
+            self._ended(request_id)
             return True
         entry = self._requests.pop(request_id, None)
         if entry is None:
@@ -146,6 +151,7 @@ class OutputDispatcher:
         keys = self._forget(entry)
         if keys:
             self._abort(AbortRequest(keys, FINISH_ABORT))
+        self._ended(request_id)
         return True
 
     def fail_all(self, message: str) -> None:
@@ -185,6 +191,7 @@ class OutputDispatcher:
         probe = self._probes.pop(request_id, None)
         if probe is None:
             return
+        self._ended(request_id)
         probe.result.logprobs, probe.result.error = logprobs, error
         probe.sink(probe.result)
 
@@ -262,6 +269,7 @@ class OutputDispatcher:
         finished = entry.open == 0
         if finished:
             del self._requests[request_id]
+            self._ended(request_id)
         sequences = entry.sequences
         output = RequestOutput(
             request_id,

@@ -242,7 +242,7 @@ class Scheduler:
     def _update_stats(self, batch: Batch, result: StepResult) -> None:
         s, prefix = self.stats, self.running.blocks.prefix.stats
         s.running, s.waiting = self.running.num_running, len(self.waiting)
-        s.kv_usage = self.running.blocks.pool.usage
+        s.kv_usage, s.free_blocks = self.running.blocks.pool.usage, self.running.blocks.num_available
         s.prefix_queries_total, s.prefix_hits_total = prefix.queries, prefix.hits
         s.steps_total += 1
         s.last_step_tokens = batch.num_tokens

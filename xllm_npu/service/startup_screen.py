@@ -80,16 +80,19 @@ class StartupScreen:
 def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tuple[str, str]]:
     tokens = info.num_kv_blocks * info.block_size
     sizes = info.graph_sizes
+    each = " in each engine" if info.engines > 1 else ""
     weights = byte_text(info.weight_bytes) + (", dummy weights" if info.load_format == "dummy" else "")
     return [
         ("Platform", f"{info.platform}, {info.device}"),
         ("Model", f"{', '.join(model_names)} ({info.architecture}), {info.dtype}, {weights}"),
         ("Network", _IMPLEMENTATIONS.get(info.implementation, info.implementation)),
         *((f"Weights of rank {load.rank}", load_text(load)) for load in info.weight_loads),
+        *((("Engines", f"{info.engines}, {'stepping together' if info.steps_together else 'independent'}"),)
+          if each else ()),
         ("Context", f"{info.max_model_len:,} tokens"),
-        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size}: {tokens:,} tokens, "
-                     f"{byte_text(info.kv_cache_bytes)}"),
-        ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step"),
+        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size}{each}: {tokens:,} tokens, "
+                     f"{byte_text(info.kv_cache_bytes)}{' in all' if each else ''}"),
+        ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step{each}"),
         ("Graphs", ", ".join(map(str, sizes)) if sizes else "off"),
         ("Loaded in", f"{info.load_seconds:.1f} s"),
         ("Serving at", url),

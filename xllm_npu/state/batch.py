@@ -59,6 +59,25 @@ class BatchGroup:
 
     batches: list[Batch]
     tables: list[BatchTable]
+    # Where ranks of different processes step together, what they agreed on; see StepInput.
+    dp_tokens: list[int] = field(default_factory=list)
+    dp_all_decode: bool = False
+
+
+def empty_step() -> BatchGroup:
+    """A step for a rank without work: one token that decodes on the dummy block, and nothing is sampled.
+
+    Its result has step_id -1 and belongs to nobody.
+    """
+
+    def i32(*values: int) -> I32:
+        return np.array(values, np.int32)
+
+    table = BatchTable(num_rows=1, max_tokens=1, max_blocks=1)
+    table.num_tokens[0] = 1
+    batch = Batch(step_id=-1, rows=i32(0), start=i32(0), num_new=i32(1), num_decodes=1, sample_source=i32(),
+                  sample_rows=i32(), sample_output=i32())
+    return BatchGroup([batch], [table])
 
 
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):

@@ -1,7 +1,7 @@
 """What the HTTP process and the engine process say to each other: msgspec structs, arrays as raw bytes.
 
-Client to engine: `AddRequest`, `AbortRequest`, `Shutdown`. Engine to client: `EngineReady` once, then one
-`StepOutputs` for each engine step that has news for a client, `EngineFailed` before it dies if it can.
+Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`. Engine to client: `EngineReady` once, then
+one `StepOutputs` for each engine step that has news for a client, `EngineFailed` before it dies if it can.
 A sequence is addressed by its key: request_id * SEQUENCES_PER_REQUEST + index.
 """
 
@@ -49,6 +49,12 @@ class AbortRequest(msgspec.Struct, tag=True, array_like=True):
     reason: int
 
 
+class StepTogether(msgspec.Struct, tag=True, array_like=True):
+    """To every engine whenever one of them is sent a request, where engines step together; after that request."""
+
+    total_sent: int  # requests sent to all engines together since they started
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End after the step in flight; the client has drained or aborted its requests."""
 
@@ -88,6 +94,8 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     implementation: str = "native"  # native | transformers: whose code the network is
     load_format: str = "auto"
     weight_loads: list[WeightLoad] = msgspec.field(default_factory=list)  # one a rank
+    steps_together: bool = False  # every step of one data-parallel rank needs a step of all others
+    engines: int = 1  # data-parallel ranks; the other figures are of one of them, but for bytes and devices
 
 
 class EngineProgress(msgspec.Struct, tag=True, array_like=True):
@@ -104,6 +112,7 @@ class EngineFailed(msgspec.Struct, tag=True, array_like=True):
 
     message: str
     traceback: str = ""
+    ours: bool = True  # an error of this package, whose message says what happened; else any exception
 
 
 class Logprobs(msgspec.Struct, array_like=True):
@@ -137,6 +146,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # 0 to 1, blocks referenced by sequences
+    free_blocks: int = 0  # that requests can have, cached ones included
     preemptions_total: int = 0
     prefix_queries_total: int = 0  # prompt tokens looked up
     prefix_hits_total: int = 0  # prompt tokens found
@@ -165,7 +175,7 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
         return np.frombuffer(self.tokens, np.int32)
 
 
-ClientMessage = AddRequest | AbortRequest | Shutdown
+ClientMessage = AddRequest | AbortRequest | StepTogether | Shutdown
 EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed
 
 

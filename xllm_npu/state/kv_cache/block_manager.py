@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from xllm_npu.state.batch_table import FREE, BatchTable
+from xllm_npu.state.kv_cache.block_hashes import Tokens
 from xllm_npu.state.kv_cache.block_pool import DUMMY_BLOCK, BlockPool
-from xllm_npu.state.kv_cache.prefix_cache import PrefixCache, Tokens
+from xllm_npu.state.kv_cache.prefix_cache import PrefixCache
 
 
 class BlockManager:

@@ -1,22 +1,14 @@
-"""Finding blocks whose content a new prompt can reuse: chained hashes of full blocks.
+"""Finding blocks whose content a new prompt can reuse, by the hashes of block_hashes.py.
 
-The hash of a block is xxh3-128(hash of the block before it || its token ids as int32), seeded; the chain starts from
-a root that depends on the request's salt, so that requests with different salts never share. Because xxh3 is fast
-but not collision-resistant against an adversary, a hit also compares the block's own token ids.
-Format: the same chain as the reference system (xxh3-128, seed 1024 by default).
+Because xxh3 is fast but not collision-resistant against an adversary, a hit also compares the block's own token ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
+from xllm_npu.state.kv_cache.block_hashes import BlockHashes, Tokens
 from xllm_npu.state.kv_cache.block_pool import BlockPool
-
-Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -35,18 +27,9 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self.stats = PrefixStats()
-        self._seed = seed
+        hashes = BlockHashes(block_size, seed)
+        self.root, self.extend_chain = hashes.root, hashes.extend_chain
         self._tokens: dict[bytes, bytes] = {}  # digest -> the block's token ids, for the comparison on a hit
-
-    def root(self, salt: str) -> bytes:
-        return xxhash.xxh3_128_digest(salt.encode(), seed=self._seed)
-
-    def extend_chain(self, chain: list[bytes], root: bytes, tokens: Tokens, num_tokens: int) -> None:
-        """Append the hashes of the full blocks of tokens[:num_tokens] that `chain` does not have yet."""
-        size = self.block_size
-        for start in range(len(chain) * size, num_tokens - size + 1, size):
-            parent = chain[-1] if chain else root
-            chain.append(xxhash.xxh3_128_digest(parent + tokens[start : start + size].tobytes(), seed=self._seed))
 
     def match(self, chain: list[bytes], tokens: Tokens, limit: int) -> list[int]:
         """Blocks for the longest indexed prefix, at most `limit` blocks; takes no reference."""

@@ -1,0 +1,36 @@
+"""Which engine processes a server is made of, who starts each, and what it is told: here for one machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.master.launcher import Launcher, LocalLauncher
+from xllm_npu.state.launch import EngineInit, local_slots
+
+
+@dataclass(slots=True, frozen=True)
+class EnginePlan:
+    launcher: Launcher
+    init: EngineInit
+
+
+def plan_on_one_machine(settings: Settings, directory: Path) -> list[EnginePlan]:
+    """One engine a data-parallel rank, with sockets in `directory`."""
+    tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size
+    seed = settings.execution.random_seed
+    seed = time.time_ns() if seed < 0 else seed
+    slots = local_slots(tp_size * dp_size, max(settings.execution.device_id, 0))
+    launcher = LocalLauncher()
+    text = settings.model_dump_json(exclude_unset=True)
+    return [
+        EnginePlan(launcher, EngineInit(
+            settings=text, requests=f"ipc://{directory}/requests-{rank}", outputs=f"ipc://{directory}/outputs-{rank}",
+            directory=str(directory), seed=seed, dp_rank=rank, slots=slots,
+            rendezvous=f"file://{directory}/rendezvous",
+            agreement=f"ipc://{directory}/agreement" if dp_size > 1 else "",
+        ))
+        for rank in range(dp_size)
+    ]

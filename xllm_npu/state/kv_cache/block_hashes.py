@@ -1,0 +1,30 @@
+"""The names of full blocks: chained hashes of token ids.
+
+The hash of a block is xxh3-128(hash of the block before it || its token ids as int32), seeded; the chain starts from
+a root that depends on the request's salt, so that requests with different salts never share.
+Format: the same chain as the reference system (xxh3-128, seed 1024 by default).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Tokens = npt.NDArray[np.int32]
+
+
+class BlockHashes:
+    def __init__(self, block_size: int, seed: int) -> None:
+        self.block_size = block_size
+        self._seed = seed
+
+    def root(self, salt: str) -> bytes:
+        return xxhash.xxh3_128_digest(salt.encode(), seed=self._seed)
+
+    def extend_chain(self, chain: list[bytes], root: bytes, tokens: Tokens, num_tokens: int) -> None:
+        """Append the hashes of the full blocks of tokens[:num_tokens] that `chain` does not have yet."""
+        size = self.block_size
+        for start in range(len(chain) * size, num_tokens - size + 1, size):
+            parent = chain[-1] if chain else root
+            chain.append(xxhash.xxh3_128_digest(parent + tokens[start : start + size].tobytes(), seed=self._seed))
