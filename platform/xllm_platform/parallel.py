@@ -38,6 +38,7 @@ class ExpertExchange:
     """How tokens reach the experts of other ranks; the same on every rank."""
 
     all_to_all: bool = False  # rows go to their experts' ranks; else every rank sees all rows
+    balanced: bool = False  # experts move between ranks by how busy they are
     redundant: int = 0  # spare places a rank, for copies of busy experts
 
 

@@ -31,6 +31,8 @@ from xllm_npu.config.load import load_settings
         ("--tp-size 4 --ep-size 2 --expert-parallel-degree 2", "--expert-parallel-degree=2 needs experts shared among "
          "all 4 devices: set --ep-size=4"),
         ("--tp-size 4 --ep-size 2 --enable-expert-parallel", "among all 4 devices, and --ep-size=2 among fewer"),
+        ("--enable-eplb", "--enable-eplb needs experts on several devices: set --ep-size above 1"),
+        ("--tp-size 2 --ep-size 2 --redundant-experts-num 3", "--redundant-experts-num has no meaning without"),
         ("--node-rank 1", "--node-rank=1 needs --nnodes above it"),
         ("--api-key schlüssel", "printable ASCII"),
     ],
@@ -56,6 +58,8 @@ def test_broken(tmp_path, words, said):
         "--chat-template {{{{messages}}}}",
         "--tokenizer org/name",
         "--tp-size 4 --ep-size 2",
+        "--tp-size 4 --ep-size 2 --enable-eplb --redundant-experts-num 2 --eplb-update-interval 50",
+        "--redundant-experts-num 1",
         "--tp-size 4 --enable-expert-parallel --expert-parallel-degree 2",
         "--tp-size 4 --enable-expert-parallel --ep-size 4",
     ],

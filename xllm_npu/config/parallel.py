@@ -31,6 +31,17 @@ class ParallelSettings(Section):
     prefix_cache_aware_dp_routing_imbalance_threshold: float = Field(
         default=0.1, ge=0, le=1, description="how much fuller than the emptiest that copy may be, as a share"
     )
+    enable_eplb: bool = Field(default=False, description="move experts between devices by how busy they are")
+    redundant_experts_num: int = Field(
+        default=1, ge=0, le=1024, description="places on each device for copies of busy experts, with --enable-eplb"
+    )
+    eplb_update_interval: int = Field(
+        default=1000, ge=1, le=10**9, description="steps between looks at how busy experts are"
+    )
+    eplb_update_threshold: float = Field(
+        default=0.8, ge=0, le=1,
+        description="a layer's experts move when the cosine between its load then and now falls below this",
+    )
     communication_backend: Annotated[Literal["auto", "hccl", "nccl", "gloo"], CaseFolded] = Field(
         default="auto", description="torch.distributed backend; auto: the platform's"
     )

@@ -44,6 +44,15 @@ def _prefix_routing(settings: Settings, spelled: Mapping[str, str]) -> Iterator[
         yield f"{spelled.get(name, flag(name))} needs the prefix cache, which --enable-prefix-cache=false turns off."
 
 
+def _expert_balance(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    p, eplb = settings.parallel, spelled.get("enable_eplb", "--enable-eplb")
+    if p.enable_eplb and p.expert_ranks == 1:
+        yield f"{eplb} needs experts on several devices: set --ep-size above 1."
+    for name in ("redundant_experts_num", "eplb_update_interval", "eplb_update_threshold"):
+        if name in spelled and not p.enable_eplb and getattr(p, name) != type(p).model_fields[name].default:
+            yield f"{spelled[name]} has no meaning without {eplb}."
+
+
 def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     d = settings.distributed
     if d.node_rank >= d.nnodes:
@@ -123,6 +132,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _one_device, _expert_parallel, _prefix_routing, _node_rank, _whole_prompt_fits_a_step, _chunk_size,
-    _in_batch_prefix, _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
+    _one_device, _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _whole_prompt_fits_a_step,
+    _chunk_size, _in_batch_prefix, _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
 )  # fmt: skip

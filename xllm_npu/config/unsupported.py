@@ -47,9 +47,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_multi_stream_parallel": (False,), "micro_batch_num": (1,), "enable_dp_balance": (False,),
     "enable_runtime_cp_dp_switch": (False,), "dual_mode_port_stride": (256,),
     "enable_flip_verbose_log": (False,),
-    # Expert load balancing
-    "enable_eplb": (False,), "redundant_experts_num": (1,), "eplb_update_interval": (1000,),
-    "eplb_update_threshold": (0.8,), "rank_tablefile": ("",),
+    "rank_tablefile": ("",),
     # Distributed
     "xtensor_master_node_addr": ("127.0.0.1:19889", ""),
     "worker_memory_master_node_addr": ("127.0.0.1:19889", ""),

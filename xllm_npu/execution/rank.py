@@ -37,7 +37,10 @@ class Rank:
             rank=(self.dp_rank if coupled else 0) * p.tp_size + self.tp_rank, world_size=dp_size * p.tp_size,
             init_method=self.rendezvous if coupled else f"{self.rendezvous}{_own(self)}",
             tp_size=p.tp_size, dp_size=dp_size, ep_size=p.expert_ranks, timeout_seconds=timeout + 60,
-            experts=ExpertExchange(all_to_all=p.expert_parallel_degree == 2),
+            experts=ExpertExchange(
+                all_to_all=p.expert_parallel_degree == 2, balanced=p.enable_eplb,
+                redundant=p.redundant_experts_num if p.enable_eplb else 0,
+            ),
         )
 
 

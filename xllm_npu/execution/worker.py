@@ -18,6 +18,7 @@ from xllm_platform.collectives import broadcast
 from xllm_platform.parallel import ParallelState
 
 from xllm_npu.execution.executor import Executor
+from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
 from xllm_npu.execution.logprobs import prompt_logprobs
 from xllm_npu.execution.sampler import Sampler, SampleResult
@@ -40,6 +41,7 @@ class WorkerParts:
     executor: Executor
     sampling: SamplingState
     parallel: ParallelState = field(default_factory=ParallelState.single)
+    balancer: ExpertBalancer | None = None
 
 
 class Worker:
@@ -60,6 +62,8 @@ class Worker:
             hidden = p.executor.run(built.input, as_graph=graph_size > 0)
             result = self._sample(built, hidden)
             prompts = self._prompt_logprobs(step, built, hidden) if step.prompt_logprobs else {}
+            if p.balancer is not None:
+                p.balancer.after_step()
         return self._result(step, result, prompts, began, p.executor.graph_misses > misses)
 
     def close(self) -> None:

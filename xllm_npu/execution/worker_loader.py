@@ -29,6 +29,7 @@ from xllm_platform.registry import select
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.executor import EagerRunner, Executor
+from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.model_loader import LoadError, load_model_weights, read_config
@@ -112,6 +113,10 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
         progress(EngineProgress("Loading weights", done, total, "bytes"))
 
     weights = load_model_weights(settings, model, resolved.path, rank.tp_rank, on_weights)
+    balancer = None
+    if parallel.experts.balanced:
+        p = settings.parallel
+        balancer = ExpertBalancer(model, parallel, p.eplb_update_interval, p.eplb_update_threshold)
     shape = _shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
     blocks, shape = _capacity(settings, rank, platform, backend, spec, config, shape)
@@ -129,7 +134,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     sampling = SamplingState(shape.max_seqs, config.vocab_size, device, rank.seed)
     graph = _capture(platform, model, attention, sizes, builder, progress, parallel.dp.size)
     executor = Executor(EagerRunner(model, attention), graph)
-    worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel))
+    worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer))
     _warm_up(worker, attention, shape, progress)
     ready = EngineReady(
         model_name=model_name(settings, resolved.path), architecture=config.architecture, platform=platform.name,

@@ -1,48 +1,54 @@
 """How rows meet the experts of other ranks: all rows come to all ranks, or each goes to its experts' ranks only.
 
-Both run on all ranks of the world together. `route` is the router, `work` gives this rank's experts' summand of the
-rows it is given, and `shared` this rank's summand of what the shared experts make of this rank's own rows.
+Both run on all ranks of the world together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from xllm_platform.collectives import all_gather, all_reduce, all_to_all
 from xllm_platform.parallel import ParallelState
 
-Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [T, N] -> weights, physical experts [T, k]
-Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, experts, weights -> [T, N]
-Shared = Callable[[torch.Tensor], torch.Tensor] | None  # [T, N] -> [T, N]
+from xllm_models.layers.experts import Experts
+
+
+class ExpertLayer(Protocol):
+    """What SparseMoe is to this module."""
+
+    experts: Experts  # gives this rank's summand
+
+    def router(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...  # weights, experts [T, k]
+    def place(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def shared_part(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
 
 def by_gathering(
-    hidden: torch.Tensor, counts: tuple[int, ...], parallel: ParallelState, route: Route, work: Work, shared: Shared
+    layer: ExpertLayer, hidden: torch.Tensor, counts: tuple[int, ...], parallel: ParallelState
 ) -> torch.Tensor:
     """[T, N] -> [T, N]. `counts`: rows of each data-parallel rank, () where there is one. One sum over the world."""
     dp = parallel.dp
     if dp.size == 1:
-        weights, ids = route(hidden)
-        out = work(hidden, ids, weights)
-        return all_reduce(out if shared is None else out + shared(hidden), parallel.world)
+        weights, ids = layer.router(hidden)
+        out, shared = layer.experts(hidden, layer.place(ids), weights), layer.shared_part(hidden)
+        return all_reduce(out if shared is None else out + shared, parallel.world)
     longest, count, begin = max(counts), counts[dp.rank], dp.rank * max(counts)
     rows = hidden[:count]
     gathered = all_gather(F.pad(rows, (0, 0, 0, longest - count)), dp)  # each rank's rows, padded to the longest
-    weights, ids = route(gathered)
+    weights, ids = layer.router(gathered)
     for rank, rows_there in enumerate(counts):
         ids[rank * longest + rows_there : (rank + 1) * longest] = -1
-    out = work(gathered, ids, weights)
+    out, shared = layer.experts(gathered, layer.place(ids), weights), layer.shared_part(rows)
     if shared is not None:
-        out[begin : begin + count] += shared(rows)
+        out[begin : begin + count] += shared
     out = all_reduce(out, parallel.world)[begin : begin + count]
     return F.pad(out, (0, 0, 0, hidden.shape[0] - count))
 
 
 def by_sending(
-    hidden: torch.Tensor, counts: tuple[int, ...], parallel: ParallelState, route: Route, work: Work, shared: Shared,
-    experts_per_rank: int,
+    layer: ExpertLayer, hidden: torch.Tensor, counts: tuple[int, ...], parallel: ParallelState
 ) -> torch.Tensor:
     """The same where every expert is whole on one rank. Tensor-parallel ranks share their rows' work evenly.
 
@@ -53,9 +59,10 @@ def by_sending(
     count = counts[parallel.dp.rank] if parallel.dp.size > 1 else hidden.shape[0]
     part = -(-count // tp.size)
     rows = hidden[:count][tp.rank * part : (tp.rank + 1) * part]  # may be fewer than `part`, or none
-    weights, ids = route(rows)
+    weights, ids = layer.router(rows)
+    ids = layer.place(ids)
     there = torch.zeros(rows.shape[0], world.size, dtype=torch.bool, device=rows.device)
-    there.scatter_(1, torch.div(ids, experts_per_rank, rounding_mode="floor").long(), True)
+    there.scatter_(1, torch.div(ids, layer.experts.slots, rounding_mode="floor").long(), True)
     source = there.t().nonzero()[:, 1]  # rows to send, by rank
     sizes = there.sum(dim=0)
     sent, received = torch.stack((sizes, all_to_all(sizes, world))).tolist()
@@ -63,11 +70,12 @@ def by_sending(
     choice = all_to_all(choice, world, sent, received)
     visitors = all_to_all(rows[source], world, sent, received)
     ids_here, weights_here = choice.chunk(2, dim=1)
-    done = work(visitors, ids_here.contiguous(), weights_here.contiguous().view(torch.float32))
+    done = layer.experts(visitors, ids_here.contiguous(), weights_here.contiguous().view(torch.float32))
     back = all_to_all(done, world, received, sent)
     out = torch.zeros(part, hidden.shape[1], dtype=torch.float32, device=hidden.device)
     out = out.index_add_(0, source, back.float()).to(hidden.dtype)
     out = all_gather(out, tp)[:count]
+    shared = layer.shared_part(hidden[:count])
     if shared is not None:
-        out = out + all_reduce(shared(hidden[:count]), tp)
+        out = out + all_reduce(shared, tp)
     return F.pad(out, (0, 0, 0, hidden.shape[0] - count))

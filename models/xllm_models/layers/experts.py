@@ -43,7 +43,7 @@ class Experts(nn.Module):
             config.moe.intermediate_size)
         self.quantized = config.quantization == "mxfp4"
         self.activation = config.moe.activation or ops.ACTIVATIONS[config.hidden_act]
-        self.slots = sharding.count  # places for experts a rank
+        self.slots = sharding.count + sharding.spare  # places for experts a rank; spare ones come last, empty
         self.first_slot = sharding.ep.rank * self.slots  # physical number of the first place here
         count, width, bias = self.slots, sharding.width, config.moe.bias
         self.gate_up = empty_parameter((count, 2 * width, self.hidden_size), dtype, device)
@@ -51,6 +51,14 @@ class Experts(nn.Module):
         self.gate_up_bias = empty_parameter((count, 2 * width), dtype, device) if bias else None
         adds_bias = bias and sharding.moe_tp.rank == 0  # or the sum over moe_tp would have it several times
         self.down_bias = empty_parameter((count, self.hidden_size), dtype, device) if adds_bias else None
+
+        for matrix in self.matrices():
+            matrix[sharding.count :].zero_()
+
+    def matrices(self) -> list[torch.Tensor]:
+        """All that belongs to experts, by place: [slots, ...] each."""
+        found = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return [parameter.data for parameter in found if parameter is not None]
 
     def placements(self, prefix: str) -> dict[str, Placement]:
         """`prefix` ends with the block's name and a dot. Other ranks' experts are not named: nobody reads them."""
@@ -149,6 +157,6 @@ class Experts(nn.Module):
         return tensor.narrow(2, self.sharding.moe_tp.rank * self.sharding.width, self.sharding.width)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, N], ids [T, k] int32, weights [T, k] float32 -> [T, N]; ids of other ranks' experts give nothing."""
+        """x [T, N], places [T, k] int32, weights [T, k] float32 -> [T, N]; places on other ranks give nothing."""
         return self.ops.moe_experts(x, ids, weights, self.gate_up, self.down, self.activation, self.first_slot,
                                     self.gate_up_bias, self.down_bias)

@@ -18,6 +18,7 @@ from xllm_platform.parallel import ParallelState
 from xllm_models.config import ModelConfig
 from xllm_models.layers.expert_exchange import by_gathering, by_sending
 from xllm_models.layers.expert_names import ExpertNames, expert_names
+from xllm_models.layers.expert_places import ExpertPlaces
 from xllm_models.layers.experts import Experts
 from xllm_models.layers.linear import ParallelLinear
 from xllm_models.layers.mlp import GatedMLP
@@ -47,6 +48,9 @@ class SparseMoe(nn.Module):
         self.router = Router(config.moe, config.hidden_size, ops=ops, dtype=dtype, device=device)
         sharding = ExpertSharding.of(config, parallel)
         self.experts = Experts(config, sharding, self.names, ops=ops, dtype=dtype, device=device)
+        self.places = None  # None: experts stay where they are, and are their own places' numbers
+        if parallel.experts.balanced:
+            self.places = ExpertPlaces(config.moe.num_experts, parallel.ep.size, self.experts.slots, device)
         self.shared = self.shared_gate = None
         if config.moe.shared_intermediate_size:
             self.shared = GatedMLP(config, Shard.of(config, parallel.tp), config.moe.shared_intermediate_size, ops=ops,
@@ -78,14 +82,18 @@ class SparseMoe(nn.Module):
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         counts, parallel = self.step.counts, self.parallel
         assert parallel.dp.size == max(1, len(counts)), "each data-parallel rank has to say how many rows it has"
-        shared = None if self.shared is None else self._shared
         if parallel.experts.all_to_all and parallel.world.size > 1:
-            return by_sending(hidden, counts, parallel, self.router, self.experts, shared, self.experts.slots)
-        return by_gathering(hidden, counts, parallel, self.router, self.experts, shared)
+            return by_sending(self, hidden, counts, parallel)
+        return by_gathering(self, hidden, counts, parallel)
 
-    def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of the shared experts' result, [T, N]."""
-        assert self.shared is not None
+    def place(self, ids: torch.Tensor) -> torch.Tensor:
+        """Experts -> places, [T, k] int32; -1 is nobody's."""
+        return ids if self.places is None else self.places(ids)
+
+    def shared_part(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """This rank's summand of the shared experts' result, [T, N]; None: there are none."""
+        if self.shared is None:
+            return None
         out = self.shared.partial(hidden)
         return out if self.shared_gate is None else out * torch.sigmoid(self.shared_gate(hidden))
 

@@ -55,6 +55,7 @@ class ExpertSharding:
     first: int  # number of this rank's first expert
     count: int  # this rank's experts
     width: int  # of the part of an expert's intermediate size that is here
+    spare: int = 0  # places for copies of busy experts
 
     @classmethod
     def of(cls, config: ModelConfig, parallel: ParallelState) -> ExpertSharding:
@@ -62,7 +63,8 @@ class ExpertSharding:
         assert moe is not None
         check_expert_sharding(config, parallel.world.size, ep.size, parallel.experts)
         count = moe.num_experts // ep.size
-        return cls(ep, moe_tp, ep.rank * count, count, moe.intermediate_size // moe_tp.size)
+        width = moe.intermediate_size // moe_tp.size
+        return cls(ep, moe_tp, ep.rank * count, count, width, parallel.experts.redundant)
 
 
 def check_expert_sharding(config: ModelConfig, world: int, ep_size: int, exchange: ExpertExchange) -> None:
@@ -78,7 +80,12 @@ def check_expert_sharding(config: ModelConfig, world: int, ep_size: int, exchang
         return (world % size == 0 and moe.num_experts % size == 0 and moe.intermediate_size % (world // size) == 0
                 and not (exchange.all_to_all and size < world))
 
-    if not works(ep_size):
+    if works(ep_size):
+        most = moe.num_experts - moe.num_experts // ep_size
+        if exchange.redundant > most:
+            raise ShardingError(f"redundant_experts_num={exchange.redundant} is more than a rank has use for: at most "
+                                f"{most} of the {moe.num_experts} experts are on other ranks.")
+    else:
         sizes = [n for n in range(1, world + 1) if works(n)]
         found = f"sizes that work: {', '.join(map(str, sizes))}" if sizes else "no size works on so many devices"
         degree = " with expert_parallel_degree=2, which wants whole experts on each of them," if (
