@@ -17,7 +17,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full lint bench-host clean
+.PHONY: help serve install install-dev test test-full test-ray lint bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,11 +27,15 @@ serve: install  ## install, get the default model if needed, and serve it (ARGS:
 
 test: install-dev  ## all tests that need nothing but this machine, in minutes
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest -m "not slow and not npu_lab and not cuda" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest -m "not npu_lab and not cuda" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
+
+test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (installs the extra)
+	$(PIP) -e '.[dev,ray]'
+	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, mypy, import rules
 	$(BIN)/ruff check .

@@ -173,6 +173,10 @@ def _prepare(loaded: Loaded) -> None:
 
 def _serve(loaded: Loaded, options: ServeOptions) -> int:
     _prepare(loaded)
+    if loaded.settings.distributed.node_rank > 0:
+        from xllm_npu.master.cluster.serve_node import run_node
+
+        return run_node(loaded.settings)
     from xllm_npu.service.server import run_server
 
     return run_server(loaded.settings)

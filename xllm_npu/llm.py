@@ -22,7 +22,7 @@ import numpy as np
 
 from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
-from xllm_npu.config.settings import Settings
+from xllm_npu.config.settings import Settings, spans_machines
 from xllm_npu.master.beam_request import BeamRequest
 from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.master.request_factory import GenerationInput, RequestFactory
@@ -243,6 +243,9 @@ def start_engine(settings: Settings, listener: ProgressListener | None) -> Engin
     if settings.parallel.dp_size > 1:
         raise SettingsError(f"LLM runs one engine, in the caller's process: dp_size must be 1, got "
                             f"{settings.parallel.dp_size}. Serve the model to use several.")
+    if spans_machines(settings):
+        raise SettingsError("LLM runs one engine, on the caller's machine: leave nnodes and placement out. "
+                            "Serve the model to use several machines.")
     from xllm_npu.execution.process_setup import configure_process
 
     configure_process(settings, settings.parallel.tp_size)  # thread settings count only before torch is loaded

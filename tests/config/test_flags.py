@@ -8,7 +8,7 @@ from xllm_npu.config.aliases import ALIASES
 from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import load_settings
 from xllm_npu.config.settings import setting_fields
-from xllm_npu.config.unsupported import SINGLE_VALUED, UNSUPPORTED
+from xllm_npu.config.unsupported import UNSUPPORTED
 
 
 def problem(*argv, **environment):
@@ -159,12 +159,6 @@ def test_every_unknown_flag_is_reported_at_once():
 )
 def test_wrong_values_name_flag_value_and_range(words, said):
     assert said in problem(*words.split())
-
-
-@pytest.mark.parametrize("name", sorted(SINGLE_VALUED))
-def test_parallel_sizes_above_one_are_refused(name):
-    assert f"--{name}=2 is not available in this version" in problem(f"--{name}=2")
-    assert value(name, f"--{name}=1") == 1
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

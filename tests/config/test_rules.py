@@ -34,6 +34,9 @@ from xllm_npu.config.load import load_settings
         ("--enable-eplb", "--enable-eplb needs experts on several devices: set --ep-size above 1"),
         ("--tp-size 2 --ep-size 2 --redundant-experts-num 3", "--redundant-experts-num has no meaning without"),
         ("--node-rank 1", "--node-rank=1 needs --nnodes above it"),
+        ("--nnodes 4 --tp-size 2", "--nnodes=4 needs a rank for each machine: --tp-size=2 times --dp-size=1 is 2"),
+        ("--nnodes 2 --tp-size 2 --placement ray", "finds its machines itself: leave --nnodes out"),
+        ("--nnodes 2 --tp-size 2 --node-rank 1 --master-node-addr *:1", "is no address to connect to"),
         ("--api-key schlüssel", "printable ASCII"),
     ],
 )
@@ -62,6 +65,8 @@ def test_broken(tmp_path, words, said):
         "--redundant-experts-num 1",
         "--tp-size 4 --enable-expert-parallel --expert-parallel-degree 2",
         "--tp-size 4 --enable-expert-parallel --ep-size 4",
+        "--nnodes 2 --tp-size 2 --node-rank 1",
+        "--placement ray --tp-size 4",
     ],
 )
 def test_kept(tmp_path, words):

@@ -17,8 +17,7 @@ from xllm_npu.service.protocol import IGNORED, ChatBody, CompletionBody
 from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
-             "docs/requests.md",
-             "docs/models.md")
+             "docs/requests.md", "docs/models.md", "docs/parallelism.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags in prose that are pip's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--json", "--help", "--flag"}

@@ -47,7 +47,9 @@ def reference(model, prompts: list[list[int]], max_tokens: int) -> list[Case]:
     return cases
 
 
-def ask_server(url: str, cases: list[Case], max_tokens: int, concurrency: int = 16) -> list[list[int]]:
+def ask_server(
+    url: str, cases: list[Case], max_tokens: int, concurrency: int = 16, uds: str | None = None
+) -> list[list[int]]:
     """What a server answers, through /v1/completions, streaming every other request."""
 
     async def one(client: httpx.AsyncClient, gate: asyncio.Semaphore, index: int, case: Case) -> list[int]:
@@ -62,7 +64,8 @@ def ask_server(url: str, cases: list[Case], max_tokens: int, concurrency: int = 
 
     async def everything() -> list[list[int]]:
         gate = asyncio.Semaphore(concurrency)
-        async with httpx.AsyncClient(timeout=600) as client:
+        transport = httpx.AsyncHTTPTransport(uds=uds) if uds else None
+        async with httpx.AsyncClient(timeout=600, transport=transport) as client:
             return await asyncio.gather(*(one(client, gate, i, c) for i, c in enumerate(cases)))
 
     return asyncio.run(everything())

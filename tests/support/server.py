@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -40,15 +40,16 @@ def poll(question: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
 
 
 class ServerProcess:
-    """`ready=False` returns from `__enter__` as soon as the process is started."""
+    """`ready=False` returns from `__enter__` as soon as the process is started. `prefix` runs it elsewhere."""
 
-    def __init__(self, model: str | Path, directory: Path, *flags: str, ready: bool = True, uds: bool = False) -> None:
+    def __init__(self, model: str | Path, directory: Path, *flags: str, ready: bool = True, uds: bool = False,
+                 prefix: Sequence[str] = ()) -> None:
         self._model, self._ready = str(model), ready
         self._directory = directory
         self._tmp = directory / "tmp"
         self.uds = str(directory / "server.socket") if uds else None
         address = ["--uds", self.uds] if self.uds else ["--port", "0"]
-        self._command = [sys.executable, "-m", "xllm_npu.cli", "serve", self._model, *address, *FAST, *flags]
+        self._command = [*prefix, sys.executable, "-m", "xllm_npu.cli", "serve", self._model, *address, *FAST, *flags]
         self._tree: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> Self:

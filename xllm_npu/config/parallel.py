@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_serializer, field_validator
 
+from xllm_npu.config.address import parse_address
 from xllm_npu.config.section import Section
-from xllm_npu.config.values import CaseFolded, Metavar
+from xllm_npu.config.values import MASK, CaseFolded, Metavar, OptionalSecret
 
 
 class ParallelSettings(Section):
@@ -55,12 +56,40 @@ class ParallelSettings(Section):
 class DistributedSettings(Section):
     """Several machines"""
 
+    nnodes: int = Field(default=1, ge=1, le=4096, description="machines; one `serve` with the same flags on each")
+    node_rank: int = Field(
+        default=0, ge=0, le=4095, description="which of them this is; 0 serves HTTP, the others lend their devices"
+    )
     master_node_addr: Annotated[str, Metavar("ADDR:PORT")] = Field(
         default="127.0.0.1:19888", min_length=1, description="where node 0 waits for the others"
     )
-    nnodes: int = Field(default=1, ge=1, le=4096, description="machines")
-    node_rank: int = Field(default=0, ge=0, le=4095, description="which of them this is")
+    node_addr: Annotated[str | None, Metavar("ADDR")] = Field(
+        default=None,
+        description="this machine's address, as the others reach it; default: the one it reaches node 0 from",
+    )
+    node_join_timeout: float = Field(
+        default=300.0, ge=1, le=86400, description="seconds that machines wait for one another at start"
+    )
     collective_timeout: float = Field(
         default=300.0, ge=1, le=86400,
         description="seconds after which ranks that wait for each other are given up, and those missing are named",
     )
+    cluster_secret: OptionalSecret = Field(
+        default=None,
+        repr=False,
+        description="the same on every machine: only those that know it can join; without it the master's port must "
+        "be on a private network",
+    )
+    placement: Annotated[Literal["nodes", "ray"], CaseFolded] = Field(
+        default="nodes",
+        description="nodes: devices of --nnodes machines; ray: one actor a device in a running Ray cluster",
+    )
+
+    @field_validator("master_node_addr")
+    @classmethod
+    def _address(cls, text: str) -> str:
+        return str(parse_address(text))
+
+    @field_serializer("cluster_secret")
+    def _mask(self, secret: str | None) -> str | None:
+        return MASK if secret else None

@@ -11,7 +11,7 @@ from xllm_npu.config.load import Loaded
 from xllm_npu.config.settings import Settings, flat_values, section_types, setting_fields
 from xllm_npu.config.values import MASK
 
-_SECRET = "api_key"
+_SECRETS = ("api_key", "cluster_secret")
 
 
 def table(loaded: Loaded) -> str:
@@ -46,7 +46,9 @@ def as_json(loaded: Loaded) -> str:
 
 def masked_values(settings: Settings) -> dict[str, Any]:
     values = flat_values(settings)
-    values[_SECRET] = (MASK,) * len(values[_SECRET])
+    for name in _SECRETS:
+        if values[name]:
+            values[name] = (MASK,) * len(values[name]) if isinstance(values[name], tuple) else MASK
     return values
 
 
@@ -56,7 +58,7 @@ def non_default_values(settings: Settings) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat_values(settings).items()
-        if fields[name].section != "files" and name != _SECRET and value != fields[name].info.default
+        if fields[name].section != "files" and name not in _SECRETS and value != fields[name].info.default
     }
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from xllm_npu.config.names import flag
-from xllm_npu.config.settings import Settings, setting_fields
-from xllm_npu.config.unsupported import SINGLE_VALUED
+from xllm_npu.config.settings import Settings
 
 # A rule sees the settings and the spelling of those that the user gave (so not the defaults).
 Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
@@ -15,13 +14,6 @@ Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
 
 def broken_rules(settings: Settings, spelled: Mapping[str, str]) -> list[str]:
     return [problem for rule in RULES for problem in rule(settings, spelled)]
-
-
-def _one_device(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
-    for name, only in SINGLE_VALUED.items():
-        value = getattr(getattr(settings, setting_fields()[name].section), name)
-        if value != only:
-            yield f"{spelled.get(name, flag(name))}={value} is not available in this version, only {only} is."
 
 
 def _expert_parallel(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
@@ -57,6 +49,18 @@ def _node_rank(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     d = settings.distributed
     if d.node_rank >= d.nnodes:
         yield f"--node-rank={d.node_rank} needs --nnodes above it; --nnodes is {d.nnodes}."
+
+
+def _machines(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    d, p = settings.distributed, settings.parallel
+    world = p.tp_size * p.dp_size
+    if d.placement == "ray" and d.nnodes > 1:
+        yield f"--placement=ray finds its machines itself: leave {spelled.get('nnodes', '--nnodes')} out."
+    elif d.nnodes > world:
+        yield (f"--nnodes={d.nnodes} needs a rank for each machine: --tp-size={p.tp_size} times --dp-size={p.dp_size} "
+               f"is {world}.")
+    if d.node_rank > 0 and d.master_node_addr.rpartition(":")[0] in ("*", "0.0.0.0", "[::]"):
+        yield f"--master-node-addr={d.master_node_addr} is no address to connect to: name that of node 0."
 
 
 def _whole_prompt_fits_a_step(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
@@ -132,6 +136,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    _one_device, _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _whole_prompt_fits_a_step,
+    _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _machines, _whole_prompt_fits_a_step,
     _chunk_size, _in_batch_prefix, _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
 )  # fmt: skip

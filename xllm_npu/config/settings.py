@@ -95,3 +95,8 @@ def served_model_names(settings: Settings) -> tuple[str, ...]:
         return (settings.model.model_id,)
     path = Path(settings.model.model).expanduser()
     return (path.resolve().name,) if path.exists() else (settings.model.model,)
+
+
+def spans_machines(settings: Settings) -> bool:
+    """Whether other machines (or Ray) have to be asked for devices."""
+    return settings.distributed.nnodes > 1 or settings.distributed.placement == "ray"

@@ -102,9 +102,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
 }  # fmt: skip
 
-# Settings of ours that so far have one value that works.
-SINGLE_VALUED: dict[str, int] = {"nnodes": 1}
-
 _WHY = {
     "trust_remote_code": "code from a checkpoint is never run; this package has the architectures",
 }

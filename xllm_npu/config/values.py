@@ -105,5 +105,6 @@ FilePath = Annotated[str | None, Metavar("FILE")]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_list), Metavar("NAME,...")]
 Counts = Annotated[tuple[int, ...], BeforeValidator(split_list), Metavar("N,...")]
 Secrets = Annotated[tuple[Annotated[str, AfterValidator(Secret)], ...], BeforeValidator(split_list), Metavar("KEY,...")]
+OptionalSecret = Annotated[str | None, AfterValidator(lambda text: text and Secret(text)), Metavar("TEXT")]
 CaseFolded = BeforeValidator(_lower)
 DtypeSpelling = BeforeValidator(parse_dtype)

@@ -49,7 +49,7 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     if not init.rendezvous:
         init.rendezvous = f"file://{init.directory}/rendezvous"
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
-                slots=tuple(init.slots), rendezvous=init.rendezvous)
+                slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
     made: list[EngineReady] = []
 
     def make() -> Worker:

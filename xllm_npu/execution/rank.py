@@ -22,7 +22,8 @@ class Rank:
     tp_rank: int = 0
     slot: Slot = field(default_factory=Slot)
     slots: tuple[Slot, ...] = field(default_factory=lambda: (Slot(),))  # of all ranks
-    rendezvous: str = ""
+    rendezvous: str = ""  # of all ranks
+    own_rendezvous: str = ""  # of this engine's ranks alone; "": made from the other
 
     @property
     def ranks_here(self) -> int:
@@ -35,7 +36,7 @@ class Rank:
         dp_size = p.dp_size if coupled else 1
         return ParallelInit(
             rank=(self.dp_rank if coupled else 0) * p.tp_size + self.tp_rank, world_size=dp_size * p.tp_size,
-            init_method=self.rendezvous if coupled else f"{self.rendezvous}{_own(self)}",
+            init_method=self.rendezvous if coupled else self.own_rendezvous or f"{self.rendezvous}{_own(self)}",
             tp_size=p.tp_size, dp_size=dp_size, ep_size=p.expert_ranks, timeout_seconds=timeout + 60,
             experts=ExpertExchange(
                 all_to_all=p.expert_parallel_degree == 2, balanced=p.enable_eplb,

@@ -59,6 +59,8 @@ class WorkerGroup:
         self._steps = StepSender([self._endpoint, *filter(None, [init.steps])], self._ring,
                                  far=len(near) < tp_size - 1)
         for endpoint in filter(None, (self._reports_endpoint, init.reports)):
+            if endpoint.startswith("tcp://["):
+                self._reports.setsockopt(zmq.IPV6, 1)
             self._reports.bind(endpoint)
         self._decoder = msgspec.msgpack.Decoder(WorkerReport)
         self._processes = {rank: self._start(rank) for rank in near}
@@ -81,6 +83,7 @@ class WorkerGroup:
         line = msgspec.json.encode(WorkerInit(
             settings=init.settings, steps=self._endpoint, reports=self._reports_endpoint, seed=init.seed,
             dp_rank=init.dp_rank, tp_rank=rank, slot=self._slots[rank], rendezvous=init.rendezvous, world=init.slots,
+            own_rendezvous=init.own_rendezvous,
             ring_fd=self._ring.fd if self._ring is not None else -1,
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,

@@ -73,7 +73,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
-                rendezvous=init.rendezvous)
+                rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
     loaded = load_worker(settings, rank, lambda _: None)
     reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
                               weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds))

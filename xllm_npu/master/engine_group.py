@@ -55,16 +55,11 @@ class EngineEvents:
 
 class EngineGroup:
     def __init__(self, settings: Settings, plans: Sequence[EnginePlan], directory: Path, events: EngineEvents) -> None:
-        """`directory`: as in the plans; it does not exist yet."""
+        """`directory`: as in the plans; it does not exist yet. Plans may come later, by `place`."""
         self._settings = settings
         self._directory = directory
         self._events = events
-        self._clients = [
-            EngineClient(plan.launcher, plan.init, partial(self._on_message, rank), self._on_exit,
-                         f"{ENGINE} of rank {rank}" if len(plans) > 1 else ENGINE)
-            for rank, plan in enumerate(plans)
-        ]
-        self._progress = SlowestStage(len(plans))
+        self.place(plans)
         self._ready: dict[int, EngineReady] = {}
         self._router: DpRouter | None = None
         self._together = False
@@ -72,18 +67,35 @@ class EngineGroup:
         self._endings: list[Ending] = []
         self._over = False
 
+    def place(self, plans: Sequence[EnginePlan]) -> None:
+        """Which engines there will be; before `start`."""
+        self._clients = [
+            EngineClient(plan.launcher, plan.init, partial(self._on_message, rank), self._on_exit,
+                         f"{ENGINE} of rank {rank}" if len(plans) > 1 else ENGINE)
+            for rank, plan in enumerate(plans)
+        ]
+        self._has_local_engine = any(plan.init.node == 0 for plan in plans)
+        self._progress = SlowestStage(len(plans))
+
     @property
     def alive(self) -> bool:
-        return all(client.alive for client in self._clients)
+        return bool(self._clients) and all(client.alive for client in self._clients)
 
     async def start(self) -> None:
         """Start all of them; returns before the model is loaded. Raises OSError."""
+        if self._over:  # `fail` was faster
+            return
         launched = await asyncio.gather(*(client.launch() for client in self._clients), return_exceptions=True)
         for failure in launched:
             if failure is not None:
                 raise failure
-        # After the processes, which know its name: whenever this process is killed, they remove it.
-        self._directory.mkdir(mode=0o700, exist_ok=True)  # an engine may be faster
+        if self._over:
+            for client in self._clients:
+                client.kill()
+            return
+        if self._has_local_engine:
+            # After the processes, which know its name: whenever this process is killed, they remove it.
+            self._directory.mkdir(mode=0o700, exist_ok=True)  # an engine may be faster
         for client in self._clients:
             client.listen()
 
@@ -143,7 +155,7 @@ class EngineGroup:
     def _on_all_ready(self, ready: list[EngineReady]) -> None:
         difference = disagreement(ready)
         if difference is not None:
-            self._fail(difference)
+            self.fail(difference)
             return
         parallel = self._settings.parallel
         affinity = None
@@ -162,13 +174,15 @@ class EngineGroup:
         """One is gone. Where ranks compute together the others fail for it, perhaps sooner than it is noticed."""
         self._endings.append(ending)
         if not self._together or ending.clue is Clue.DIED:
-            self._fail(ending.reason)
+            self.fail(ending.reason)
         elif len(self._endings) == 1:
             asyncio.get_running_loop().call_later(
-                CAUSE_SECONDS, lambda: self._fail(min(self._endings, key=lambda e: e.clue).reason))
+                CAUSE_SECONDS, lambda: self.fail(min(self._endings, key=lambda e: e.clue).reason))
 
-    def _fail(self, reason: str) -> None:
-        """All end when one does: nobody could use what is left, and it may wait for the one that is gone."""
+    def fail(self, reason: str) -> None:
+        """For whoever finds out that one is gone. All end then: nobody could use what is left, and it may wait for
+        the one that is gone.
+        """
         if self._over:
             return
         self._over = True

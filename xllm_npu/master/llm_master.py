@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xllm_npu.config.settings import Settings, served_model_names
+from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.request_stream import RequestStream
@@ -30,6 +30,7 @@ from xllm_npu.state.output import RequestOutput
 
 if TYPE_CHECKING:
     from xllm_npu.master.beam_request import BeamRequest
+    from xllm_npu.master.cluster.cluster import Cluster
     from xllm_npu.master.output_dispatcher import OutputDispatcher
     from xllm_npu.master.request_factory import GenerationInput, RequestFactory
     from xllm_npu.text.chat_template import ChatTemplate
@@ -63,9 +64,11 @@ class LLMMaster:
         self.metrics = Metrics()
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
-        directory = new_directory()
+        self._directory = new_directory()
         events = EngineEvents(lambda p: self.on_progress(p), self._on_ready, self._on_outputs, self._on_exit)
-        self._engines = EngineGroup(settings, plan_on_one_machine(settings, directory), directory, events)
+        self._engines = EngineGroup(settings, (), self._directory, events)
+        self._cluster: Cluster | None = None
+        self._placing: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._timings: dict[int, RequestTiming] = {}
         self._template: ChatTemplate
@@ -75,9 +78,24 @@ class LLMMaster:
         self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
 
     async def start(self) -> None:
-        """Start the engine processes; `status` tells when all are READY."""
-        await self._engines.start()
+        """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
         self._pool.submit(_import_text)  # while the engine loads
+        if not spans_machines(self.settings):
+            self._engines.place(plan_on_one_machine(self.settings, self._directory))
+            await self._engines.start()
+            return
+        from xllm_npu.master.cluster.cluster import Cluster
+
+        self._cluster = Cluster(self.settings, self._engines.fail, lambda p: self.on_progress(p))
+        self._placing = asyncio.create_task(self._place(self._cluster))
+
+    async def _place(self, cluster: Cluster) -> None:
+        try:
+            self._engines.place(await cluster.plan(self._directory))
+            await self._engines.start()
+        except Exception as error:
+            log.debug("the engines cannot be started", exc_info=True)
+            self._engines.fail(" ".join(str(error).split()) or type(error).__name__)
 
     # What service/ calls
 
@@ -144,17 +162,19 @@ class LLMMaster:
 
     async def shutdown(self, patience: float) -> None:
         """End the engines within `patience` seconds, by force if it must be; open requests end with an error."""
-        if self._readying is not None:
-            self._readying.cancel()
-            await asyncio.gather(self._readying, return_exceptions=True)
+        for task in filter(None, (self._placing, self._readying)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         if self._dispatcher is not None:
             self._dispatcher.fail_all("The server is shutting down.")
         await asyncio.gather(*self._endings)
         await self._engines.stop(patience)
+        if self._cluster is not None:
+            await self._cluster.close(f"The server stopped: {self.failure}" if self.failure else "")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def kill(self) -> None:
-        """At once; nothing is drained."""
+        """At once; nothing is drained. Other machines notice when this process ends."""
         self._engines.kill()
 
     # What the engines say

@@ -33,6 +33,7 @@ class EngineInit(msgspec.Struct, kw_only=True):
     node: int = 0  # the machine this engine runs on
     slots: list[Slot] = msgspec.field(default_factory=lambda: [Slot()])  # [dp_size * tp_size], by world rank
     rendezvous: str = ""  # torch.distributed init_method of the world; "": the engine makes a file for its own ranks
+    own_rendezvous: str = ""  # that of this engine's ranks alone, where data-parallel ranks share nothing; "": as above
     agreement: str = ""  # data-parallel ranks that step together: endpoint where rank 0 binds and the others connect
     steps: str = ""  # endpoint "tcp://address:port" to bind for workers on other machines; "": all are on this one
     reports: str = ""  # likewise, for what they say
@@ -50,4 +51,5 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     slot: Slot
     rendezvous: str
     world: list[Slot]
+    own_rendezvous: str = ""
     ring_fd: int = -1  # shared memory that large steps lie in; -1: none, they come whole

@@ -1,0 +1,180 @@
+"""One server on two machines: the tokens of one process, and one end for all, whoever dies."""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.docs.markdown import blocks
+from tests.support.greedy import ask_server, differences, make_prompts, reference
+from tests.support.machines import (
+    ENGINE,
+    WORKER,
+    child_of,
+    loopback_machines,
+    network_machines,
+    start_lines,
+    start_nodes,
+)
+from tests.support.server import ServerProcess, poll
+
+pytestmark = pytest.mark.multiprocess
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": "Hello", "max_tokens": 30000, "ignore_eos": True}
+NEW_TOKENS = 24
+PREFIX = "xllm-npu: "
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, list[ServerProcess]]]:
+    """Servers that tests end; those whose loading matters first."""
+    flags = {"tp": ("--tp-size", "2"), "dp": ("--dp-size", "2")}
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(start_nodes(
+            tiny_dir, tmp_path_factory.mktemp(name), loopback_machines(), "--dtype", "float32", *more))
+            for name, more in flags.items()}
+
+
+@pytest.fixture(scope="module")
+def cases(tiny_dir: Path):
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 256, int(n)).tolist() for n in np.geomspace(1, 140, 32)]
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32, attn_implementation="eager")
+    return reference(model, prompts, NEW_TOKENS)
+
+
+def answers(server: ServerProcess, cases) -> list[list[int]]:
+    server.wait_ready()
+    return ask_server(server.url, cases, NEW_TOKENS, uds=server.uds)
+
+
+def last_line(server: ServerProcess) -> str:
+    return server.stderr.splitlines()[-1]
+
+
+def in_flight_when(server: ServerProcess, kill) -> str:
+    """The error that a whole and a streamed request in flight end with, and the server's exit with it."""
+    with server.client() as client, ThreadPoolExecutor() as pool:
+        whole = pool.submit(client.post, COMPLETIONS, json=ENDLESS)
+        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+            lines = response.iter_lines()
+            assert '"text"' in next(lines)
+            server.wait_running(2)
+            kill()
+            health = poll(lambda: (answer := client.get("/health")).status_code != 200 and answer, "a sick server")
+            frames = [line for line in lines if line]
+        body = whole.result()
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+    errors = [body.json()["error"]["message"], json.loads(frames[-1].removeprefix("data: "))["error"]["message"]]
+    assert errors[0] == errors[1]
+    assert server.wait() == 1
+    assert last_line(server) == f"{PREFIX}{errors[0]}"
+    return errors[0]
+
+
+def ended_together(agent: ServerProcess, sentence: str) -> None:
+    assert agent.wait() == 1
+    assert last_line(agent) == f"{PREFIX}{sentence}"
+    agent.assert_nothing_left()
+
+
+def test_tensor_parallel_tokens_and_a_killed_worker(nodes, cases):
+    server, agent = nodes["tp"]
+    assert differences(cases, answers(server, cases)) == []
+    worker = child_of(agent, WORKER)
+    said = in_flight_when(server, worker.kill)
+    assert said == (f"The engine stopped: The worker process of rank 1 (pid {worker.pid} on node 1) "
+                    "was ended by SIGKILL.")
+    ended_together(agent, f"The server stopped: {said.removeprefix('The engine stopped: ')}")
+
+
+def test_data_parallel_tokens_and_a_killed_engine(nodes, cases):
+    server, agent = nodes["dp"]
+    assert differences(cases, answers(server, cases)) == []
+    metrics = server.metrics()
+    assert min(metrics[f"generation_tokens_total@{rank}"] for rank in (0, 1)) > 0
+    engine = child_of(agent, ENGINE)
+    said = in_flight_when(server, engine.kill)
+    assert said == (f"The engine stopped: The engine process of rank 1 (pid {engine.pid} on node 1) "
+                    "was ended by SIGKILL.")
+    ended_together(agent, f"The server stopped: {said.removeprefix('The engine stopped: ')}")
+
+
+def test_documented_lines_in_network_namespaces_and_a_clean_end(tiny_dir, tmp_path, cases):
+    """What the document says, word for word but for the model, where addresses are real ones."""
+    (block,) = [b for b in blocks("docs/parallelism.md") if b.info == ("bash", "nodes")]
+    lines = [[*line.split()[3:], "--dtype", "float32"] for line in block.text.splitlines()]
+    with network_machines() as machines, start_lines(tiny_dir, tmp_path, machines, lines) as (server, agent):
+        assert differences(cases, answers(server, cases)) == []
+        assert server.stop() == 0
+        assert agent.wait() == 0
+
+
+@pytest.mark.parametrize("victim", ["server", "agent", "worker"])
+def test_a_death_while_loading(tiny_dir, tmp_path, victim):
+    with start_nodes(tiny_dir, tmp_path, loopback_machines(), "--tp-size", "2") as (server, agent):
+        worker = child_of(agent, WORKER)
+        engine = child_of(server, ENGINE)
+        if victim == "server":
+            server.send(signal.SIGKILL)
+            assert agent.wait() == 1
+            assert re.fullmatch(rf"{PREFIX}The master at 127.0.0.1:\d+ has ended or cannot be reached any more: "
+                                "node 1 ends.", last_line(agent))
+            assert server.wait() == -signal.SIGKILL
+        elif victim == "agent":
+            agent.send(signal.SIGKILL)
+            assert server.wait() == 1
+            assert re.fullmatch(rf"{PREFIX}Cannot start: Node 1 \(.*, 127.0.0.2\) has ended or cannot be reached any "
+                                "more.", last_line(server))
+        else:
+            worker.kill()
+            assert server.wait() == 1
+            said = f"The worker process of rank 1 (pid {worker.pid} on node 1) was ended by SIGKILL."
+            assert last_line(server) == f"{PREFIX}Cannot start: {said}"
+            ended_together(agent, f"The server stopped: {said}")
+        psutil.wait_procs([worker, engine], timeout=10)
+        assert not worker.is_running()
+        assert not engine.is_running()
+
+
+def test_settings_that_differ_are_refused_on_both_sides(tiny_dir, tmp_path):
+    more = (("--node-join-timeout", "10"), ("--max-seqs-per-batch", "8"))
+    with start_nodes(tiny_dir, tmp_path, loopback_machines(), "--tp-size", "2", more=more) as (server, agent):
+        assert agent.wait() == 1
+        said = "Node 1 has --max-seqs-per-batch=8 and node 0 has --max-seqs-per-batch=64: give both the same."
+        assert last_line(agent) == f"{PREFIX}{said}"
+        assert f"refused 127.0.0.2: {said}" in server.stderr
+        assert server.stop() == 0  # while it waits for another
+
+
+def test_no_master(tiny_dir, tmp_path):
+    flags = ("--nnodes", "2", "--tp-size", "2", "--node-rank", "1", "--master-node-addr", "127.0.0.1:1",
+             "--node-join-timeout", "1")
+    with ServerProcess(tiny_dir, tmp_path, *flags, ready=False) as agent:
+        assert agent.wait() == 1
+        assert last_line(agent).startswith(f"{PREFIX}Node 1 did not reach the master at 127.0.0.1:1 within 1 s")
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_smollm2_over_two_machines(tmp_path):
+    from xllm_models.hub import resolve_model
+
+    path = resolve_model("smollm2").path
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    cases = reference(model, make_prompts(AutoTokenizer.from_pretrained(path), 16, 300), 32)
+    with start_nodes("smollm2", tmp_path, loopback_machines(), "--dp-size", "2", "--dtype", "float32",
+                     "--max-cache-size", "200MiB") as (server, _):
+        server.wait_ready()
+        assert differences(cases, ask_server(server.url, cases, 32, uds=server.uds)) == []
