@@ -58,6 +58,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,
         "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",  # of its tensors; published configurations do not say it
         "rope_parameters": {
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
             "original_max_position_embeddings": 4096,
