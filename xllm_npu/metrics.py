@@ -105,6 +105,7 @@ class Metrics:
         self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = {}
+        self._restarts = 0
         # Bound once: these are called for every step of every request.
         self._observe_interval = self._histograms["inter_token_latency_seconds"].observe
         self._observe_step = self._histograms["iteration_tokens_total"].observe
@@ -157,6 +158,11 @@ class Metrics:
         if queue_seconds is not None:
             histograms["request_inference_time_seconds"].observe(e2e_seconds - queue_seconds)
 
+    def on_restart(self) -> None:
+        """The engines are started again: what they counted begins anew."""
+        self._restarts += 1
+        self._engines = [{} for _ in self._engines]
+
     def on_rejected(self, reason: str) -> None:
         """A request was turned away at the door."""
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
@@ -177,6 +183,10 @@ class Metrics:
                              self._finished)
         yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
                              self._rejections)
+        restarts = CounterMetricFamily(PREFIX + "engine_restarts", "Times that failed engines were started again.",
+                                       labels=labels)
+        restarts.add_metric(values, self._restarts)
+        yield restarts
         for name, text, _ in HISTOGRAMS:
             histogram = self._histograms[name]
             family = HistogramMetricFamily(PREFIX + name, text, labels=labels)

@@ -140,3 +140,29 @@ def test_a_worker_stands_still(tiny_dir: Path, tmp_path: Path):
         assert "rank 1 did not arrive at collective" in error["message"]
         assert "where rank 0 waits" in error["message"]
         check_end(server, "rank 1 did not arrive")
+
+
+def test_restart(tiny_dir: Path, tmp_path: Path):
+    """The HTTP process stays, says when to come back, and gives up after the restarts it was allowed."""
+    flags = (*TENSOR, "--restart-on-failure", "--max-restarts", "1")
+    with ServerProcess(tiny_dir, tmp_path, *flags) as server, server.client() as client:
+        short = {"prompt": "Hello", "max_tokens": 5, "temperature": 0}
+        before = client.post(COMPLETIONS, json=short).json()["choices"]
+        pid, named = victim(server, "worker")
+        with request_in_flight(server, ENDLESS) as end:
+            kill(pid)
+            health = poll(lambda: (answer := client.get("/health")).status_code != 200 and answer, "a sick server")
+            _, error = end()
+        assert named in error["message"]
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_restarting")
+        assert int(health.headers["retry-after"]) > 0
+        refused = client.post(COMPLETIONS, json=short)
+        assert refused.status_code in (200, 503)
+        server.wait_ready()
+        assert client.post(COMPLETIONS, json=short).json()["choices"] == before
+        assert server.metrics()["engine_restarts_total"] == 1
+        assert len(server.socket_directories()) == 1
+        again = server.children_of_kind(WORKER, 1)[0]
+        assert again != pid
+        kill(again)
+        check_end(server, f"The worker process of rank 1 (pid {again}) was ended by SIGKILL.")

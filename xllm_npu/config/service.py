@@ -48,6 +48,12 @@ class ServiceSettings(Section):
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="seconds that SIGTERM lets running requests finish"
     )
+    restart_on_failure: bool = Field(
+        default=False, description="start a failed engine again instead of ending; requests get 503 meanwhile"
+    )
+    max_restarts: int = Field(
+        default=3, ge=1, le=1000, description="restarts in ten minutes after which a failing server ends after all"
+    )
     enable_request_logging: bool = Field(default=False, description="log one line for each request (never its text)")
     log_level: LogLevel = Field(default="info", description="least severe message that is logged")
 

@@ -11,6 +11,7 @@ import contextlib
 import enum
 import gc
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +25,7 @@ from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_
 from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
+from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
@@ -44,6 +46,7 @@ TEXT_THREADS = 4
 class EngineStatus(enum.Enum):
     LOADING = "loading"
     READY = "ready"
+    RESTARTING = "restarting"
     DEAD = "dead"
 
 
@@ -52,7 +55,10 @@ class EngineDeadError(RuntimeError):
 
 
 class LLMMaster:
-    """`status` goes from LOADING to READY, and to DEAD when an engine dies; `failure` then says why."""
+    """`status` goes from LOADING to READY, and to DEAD when an engine dies; `failure` then says why.
+
+    With --restart_on_failure an engine that dies after the first READY makes it RESTARTING, then READY again.
+    """
 
     tokenizer: Tokenizer
 
@@ -64,9 +70,10 @@ class LLMMaster:
         self.metrics = Metrics()
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
-        self._directory = new_directory()
-        events = EngineEvents(lambda p: self.on_progress(p), self._on_ready, self._on_outputs, self._on_exit)
-        self._engines = EngineGroup(settings, (), self._directory, events)
+        self._engines = self._new_engines()
+        service = settings.service
+        self._restarts = RestartPolicy(service.max_restarts if service.restart_on_failure else 0)
+        self._restarting: asyncio.Task[None] | None = None
         self._cluster: Cluster | None = None
         self._placing: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
@@ -81,21 +88,40 @@ class LLMMaster:
         """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
         self._pool.submit(_import_text)  # while the engine loads
         if not spans_machines(self.settings):
-            self._engines.place(plan_on_one_machine(self.settings, self._directory))
-            await self._engines.start()
+            await self._launch()
             return
         from xllm_npu.master.cluster.cluster import Cluster
 
-        self._cluster = Cluster(self.settings, self._engines.fail, lambda p: self.on_progress(p))
-        self._placing = asyncio.create_task(self._place(self._cluster))
+        self._cluster = Cluster(self.settings, lambda reason: self._engines.fail(reason),
+                                lambda p: self.on_progress(p))
+        self._placing = asyncio.create_task(self._launch_or_fail())
 
-    async def _place(self, cluster: Cluster) -> None:
+    def _new_engines(self) -> EngineGroup:
+        self._directory = new_directory()
+        events = EngineEvents(lambda p: self.on_progress(p), self._on_ready, self._on_outputs, self._on_exit)
+        return EngineGroup(self.settings, (), self._directory, events)
+
+    async def _launch(self) -> None:
+        if self._cluster is None:
+            self._engines.place(plan_on_one_machine(self.settings, self._directory))
+        else:
+            self._engines.place(await self._cluster.plan(self._directory))
+        await self._engines.start()
+
+    async def _launch_or_fail(self) -> None:
         try:
-            self._engines.place(await cluster.plan(self._directory))
-            await self._engines.start()
+            await self._launch()
         except Exception as error:
             log.debug("the engines cannot be started", exc_info=True)
             self._engines.fail(" ".join(str(error).split()) or type(error).__name__)
+
+    async def _restart(self, pause: float) -> None:
+        """New processes and sockets after the last of the old ones is gone."""
+        await self._engines.stop(0)
+        await asyncio.sleep(pause)
+        self._engines = self._new_engines()
+        self.metrics.on_restart()
+        await self._launch_or_fail()
 
     # What service/ calls
 
@@ -107,7 +133,7 @@ class LLMMaster:
         """
         if self._dispatcher is None:
             raise EngineDeadError(self.failure or "The engine is not ready.")
-        if self.status is EngineStatus.DEAD or not self._engines.alive:  # its last words may be yet to come
+        if self.status is not EngineStatus.READY or not self._engines.alive:  # its last words may be yet to come
             raise EngineDeadError(self.failure or "The engine process has ended.")
         message = self._factory.make(request)
         if message.params.use_beam_search:
@@ -162,7 +188,7 @@ class LLMMaster:
 
     async def shutdown(self, patience: float) -> None:
         """End the engines within `patience` seconds, by force if it must be; open requests end with an error."""
-        for task in filter(None, (self._placing, self._readying)):
+        for task in filter(None, (self._placing, self._readying, self._restarting)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if self._dispatcher is not None:
@@ -214,14 +240,24 @@ class LLMMaster:
         gc.collect()
         gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
-        if self.status is EngineStatus.LOADING:
-            self.status = EngineStatus.READY
+        if self.status is EngineStatus.RESTARTING:
+            log.warning("the engine runs again")
+        if self.status in (EngineStatus.LOADING, EngineStatus.RESTARTING):
+            self.status, self.failure = EngineStatus.READY, None
 
     def _on_exit(self, reason: str) -> None:
-        self.failure = self.failure or reason
-        self.status = EngineStatus.DEAD
+        pause = None if self.info is None else self._restarts.next_pause(time.monotonic())
+        if pause is None:
+            self.failure = self.failure or reason
+            self.status = EngineStatus.DEAD
+        else:
+            self.failure = reason
+            self.status = EngineStatus.RESTARTING
         if self._dispatcher is not None:
             self._dispatcher.fail_all(f"The engine stopped: {reason}")
+        if pause is not None:
+            log.error("the engine stopped and is started again: %s", reason)
+            self._restarting = asyncio.create_task(self._restart(pause))
 
     def _abandon(self, request_id: int) -> None:
         timing = self._timings.pop(request_id, None)

@@ -53,6 +53,9 @@ class Admission:
             return unavailable(f"The engine has stopped: {self._master.failure or 'unknown cause'}", "engine_dead")
         if self._draining:
             return unavailable("The server is shutting down.", "shutting_down")
+        if status is EngineStatus.RESTARTING:
+            return unavailable(f"The engine is being started again: {self._master.failure}", "engine_restarting",
+                               LOADING_RETRY_SECONDS)
         if status is EngineStatus.LOADING:
             return unavailable("The model is still loading; try again shortly.", "engine_loading",
                                LOADING_RETRY_SECONDS)

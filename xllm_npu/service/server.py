@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -114,11 +114,11 @@ class ServerLife:
             except Exception as exc:
                 logger.debug("start failed", exc_info=True)
                 return f"The engine could not be started: {exc}"
-            await self._while_status(EngineStatus.LOADING, http)
+            await self._while_status((EngineStatus.LOADING,), http)
         if self._master.status is EngineStatus.READY and self._master.info is not None:
             screen.show_ready(self._master.info, served_model_names(self._settings),
                               url_of(self._sock, self._settings.service))
-        await self._while_status(EngineStatus.READY, http)
+        await self._while_status((EngineStatus.READY, EngineStatus.RESTARTING), http)
         if self._stop.is_set():
             return None
         if http.done():
@@ -129,8 +129,8 @@ class ServerLife:
         what = "Cannot start" if self._master.info is None else "The engine stopped"
         return f"{what}: {self._master.failure or 'for no known reason'}"
 
-    async def _while_status(self, status: EngineStatus, http: asyncio.Task[None]) -> None:
-        while self._master.status is status and not self._stop.is_set() and not http.done():
+    async def _while_status(self, statuses: Collection[EngineStatus], http: asyncio.Task[None]) -> None:
+        while self._master.status in statuses and not self._stop.is_set() and not http.done():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), POLL_SECONDS)
 
