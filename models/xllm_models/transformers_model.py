@@ -210,10 +210,10 @@ class TransformersModel(nn.Module):
         return self._body[0](input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
 
     @torch.inference_mode()
-    def reference_hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [T], one whole sequence -> [T, hidden] by transformers' own attention."""
+    def reference_hidden(self, tokens: torch.Tensor, attention: str) -> torch.Tensor:
+        """tokens [T], one whole sequence -> [T, hidden] by transformers' own attention, eager or sdpa."""
         positions = torch.arange(tokens.shape[0], device=tokens.device)
-        with self.attention_from("eager"):
+        with self.attention_from(attention):
             return self._hidden(tokens[None], positions[None])[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

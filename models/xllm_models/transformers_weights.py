@@ -5,6 +5,8 @@ else through transformers' loading, which renames and fuses. safetensors only, i
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import build_glob_alternation
+from transformers.utils import logging as hf_logging
 
 from xllm_models.placement import Placement
 from xllm_models.weights.dummy_source import DummySource
@@ -74,11 +77,24 @@ def _own_placements(network: Any, source: WeightSource) -> dict[str, Placement] 
     return placements
 
 
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws no progress bars into our output."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 def _load_by_transformers(source: WeightSource, arguments: dict[str, Any]) -> nn.Module:
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(
-            source.path, use_safetensors=True, local_files_only=True, trust_remote_code=False,
-            output_loading_info=True, **arguments)
+        with _no_bars():
+            network, info = AutoModelForCausalLM.from_pretrained(
+                source.path, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                output_loading_info=True, **arguments)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise WeightError(f"{source.path}: transformers cannot load these weights ({text}). Check that weights and "

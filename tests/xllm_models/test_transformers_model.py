@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from xllm_models import transformers_model
 from xllm_models.config import ModelConfigError
 from xllm_models.registry import build_model, read_model_config
@@ -38,7 +39,8 @@ def paged(directory, **options):
 
 
 def expected(directory, tokens, dtype=torch.float32):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager",
+                                                 trust_remote_code=False).eval()
     with torch.inference_mode():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
@@ -71,7 +73,7 @@ def test_the_cpu_backend_agrees(checkpoint, model_type):
     check(checkpoint(model_type), 1e-3, attention="numba")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "olmo2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "exaone4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(checkpoint, model_type, dtype):
     check(checkpoint(model_type), 0.1, dtype=dtype, attention="numba")
@@ -116,6 +118,18 @@ def test_missing_tensors_are_named(checkpoint, tmp_path):
                          lambda tensors, name=name: {n: t for n, t in tensors.items() if n != name})
         with pytest.raises(WeightError, match=name.replace(".", r"\.")):
             paged(broken)
+
+
+def test_code_beside_the_checkpoint_is_not_run(checkpoint, tmp_path):
+    directory = rewrite(checkpoint("olmoe"), tmp_path / "m", lambda tensors: tensors)
+    ran = tmp_path / "ran"
+    for name in ("modeling_own", "configuration_own"):
+        (directory / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+    (directory / "config.json").write_text(json.dumps(config))
+    check(directory, 1e-3)
+    assert not ran.exists()
 
 
 def test_pickles_are_not_read(checkpoint, tmp_path):
@@ -165,7 +179,7 @@ def test_configurations_that_are_refused(tmp_path, fields, says):
     ("llama4_text", {"num_local_experts": 2, "attention_chunk_size": 64, "intermediate_size_mlp": 64},
      "neither causal nor a sliding window"),
     ("bert", {"is_decoder": False}, "looks ahead"),
-    ("bart", {}, "something else than in one piece"),  # counts positions from its own cache
+    ("bart", {"decoder_layers": 2}, "something else than in one piece"),  # counts positions from its own cache
     ("rwkv", {}, "keep a state"),
 ])
 def test_networks_that_are_refused(tmp_path, model_type, fields, says):
@@ -179,6 +193,26 @@ def test_one_device_only(checkpoint):
     two = ParallelState(world=pair, tp=pair, dp=Group((0,), 0), ep=Group((0,), 0), moe_tp=pair)
     with pytest.raises(TransformersRefusal, match="--tp_size 1"):
         build_model(read_model_config(checkpoint("gpt2")), dtype=torch.float32, parallel=two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_trial_finds_state_beside_the_cache(checkpoint, monkeypatch, dtype):
+    """A layer that looks at the token before, as a convolution does."""
+    forward = GPT2MLP.forward
+
+    def shifted(self, hidden):
+        return forward(self, hidden + 0.5 * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+
+    monkeypatch.setattr(GPT2MLP, "forward", shifted)
+    with pytest.raises(TransformersRefusal, match="something else"):
+        paged(checkpoint("gpt2"), dtype=dtype)
+
+
+def test_the_trial_finds_positions_counted_elsewhere(tmp_path):
+    directory = make_hf_model(tmp_path / "m", "bart", decoder_layers=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(TransformersRefusal, match="something else"):
+            paged(directory, dtype=dtype)
 
 
 def test_the_trial_finds_a_wrong_attention(checkpoint, monkeypatch):
