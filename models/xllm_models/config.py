@@ -168,7 +168,7 @@ class ModelConfig:
             head_dim=head_dim,
             max_position_embeddings=max_positions,
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-            hidden_act=keys.text("hidden_activation" if model_type in _GEMMA else "hidden_act", "silu"),
+            hidden_act=_activation(keys, model_type),
             tie_word_embeddings=keys.flag("tie_word_embeddings"),
             attention_bias=qkv_bias,
             attention_output_bias=output_bias,
@@ -242,6 +242,12 @@ def _head_dim(keys: ConfigKeys, hidden_size: int, num_heads: int) -> int:
     if head_dim % 2:
         raise keys.error("head_dim", f"must be even for rotary embeddings, not {head_dim}.")
     return head_dim
+
+
+def _activation(keys: ConfigKeys, model_type: str) -> str:
+    if model_type in _GEMMA:  # some carry hidden_act too, from when it was read
+        return keys.text("hidden_activation", "gelu_pytorch_tanh")
+    return keys.text("hidden_act", "silu")
 
 
 def _attention_biases(keys: ConfigKeys, model_type: str) -> tuple[bool, bool]:

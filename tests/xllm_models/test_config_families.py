@@ -66,6 +66,11 @@ def test_what_families_add(model_type, expected):
     assert {key: getattr(config, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("given", [{}, {"hidden_activation": None}, {"hidden_act": "silu"}])
+def test_gemma_does_not_read_hidden_act(given):
+    assert ModelConfig.from_dict(tiny("gemma2", **given)).hidden_act == "gelu_pytorch_tanh"
+
+
 def test_gemma3_rotary_bases_in_both_spellings():
     old = tiny("gemma3_text", rope_theta=5e5, rope_local_base_freq=500.0,
                rope_scaling={"rope_type": "linear", "factor": 8.0})
