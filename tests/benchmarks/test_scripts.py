@@ -26,6 +26,19 @@ def test_decode_model_times_a_model(tiny_dir):
     assert json.loads(last)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("more", [(), ("--all-to-all",)])
+def test_expert_balance_evens_ranks_out_and_changes_nothing(more):
+    """Counted visits, not times: these figures are the same on every machine."""
+    last = run("benchmarks/expert_balance.py", "--steps", "48", "--rows", "32", "--experts", "32", "--json", *more)
+    figures = json.loads(last.splitlines()[-1])
+    assert figures["updates"] > 0
+    assert figures["moving_steps"] > 0
+    assert figures["unbalanced"] > 1.25
+    assert figures["after"] < 1.1
+    assert figures["difference"] < 1e-4
+
+
 @pytest.mark.model
 @pytest.mark.multiprocess
 def test_serving_measures_a_running_server(tmp_path):

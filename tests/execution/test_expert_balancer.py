@@ -13,7 +13,7 @@ from tests.support.ranks import World, run_ranks
 from xllm_npu.execution.expert_balance import home_placement, place, rank_loads
 from xllm_npu.execution.expert_balancer import ExpertBalancer
 
-LAYOUTS = [(2, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True)]  # tp, dp, ep, all to all
+LAYOUTS = {2: [(2, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True)], 4: [(2, 2, 2, False)]}  # tp, dp, ep, all to all
 STEPS, INTERVAL = 60, 16
 
 
@@ -62,17 +62,18 @@ def on_each_rank(world: World, directory: str, layouts: list[list[int]]) -> list
 
 
 @pytest.mark.multiprocess
-def test_experts_move_and_logits_stay(tmp_path):
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_experts_move_and_logits_stay(tmp_path, size):
     from tests.support.tiny_model import make_tiny_model
 
     directory = make_tiny_model(tmp_path, "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
                                 norm_topk_prob=True)
-    answers = run_ranks(on_each_rank, 2, str(directory), LAYOUTS)
+    answers = run_ranks(on_each_rank, size, str(directory), LAYOUTS[size])
     alone = PagedModel(directory)
     skew(alone)
     with torch.inference_mode():
         expected = {dp: torch.cat([logits_of(alone, step, dp, ()) for step in range(STEPS)]) for dp in (0, 1)}
-    for at, layout in enumerate(LAYOUTS):
+    for at, layout in enumerate(LAYOUTS[size]):
         for rank in answers:
             answer = rank[at]
             torch.testing.assert_close(answer["logits"], expected[answer["dp_rank"]], rtol=0, atol=1e-3)

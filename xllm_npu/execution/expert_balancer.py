@@ -48,6 +48,13 @@ class ExpertBalancer:
     def moving(self) -> bool:
         return bool(self._changes)
 
+    def restart(self) -> None:
+        """Forget what was measured so far: warming up is no load."""
+        self.steps = 0
+        for moe in self.layers:
+            if moe.places is not None:
+                moe.places.load.zero_()
+
     def after_step(self) -> None:
         """Once after every step, on every rank."""
         self.steps += 1

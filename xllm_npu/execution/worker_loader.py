@@ -136,6 +136,8 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     executor = Executor(EagerRunner(model, attention), graph)
     worker = Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer))
     _warm_up(worker, attention, shape, progress)
+    if balancer is not None:
+        balancer.restart()
     ready = EngineReady(
         model_name=model_name(settings, resolved.path), architecture=config.architecture, platform=platform.name,
         device=platform.device_name(), dtype=str(dtype).removeprefix("torch."), vocab_size=config.vocab_size,
