@@ -115,6 +115,14 @@ def test_the_cheaper_way_of_prefill_is_taken(monkeypatch):
     assert taken == ["_prefill_expanded", "_prefill_absorbed", "_prefill_expanded"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [16, 17])
+def test_many_rows_are_absorbed_by_matrix_products(rows, dtype, threads):
+    pair = Pair(dtype=dtype, latent=144, value=40)  # more than a strip of both
+    pair.step([(sequence, 3) for sequence in range(rows)])
+    pair.step([(sequence, 1) for sequence in range(rows)])
+
+
 def test_a_long_row_is_shared_between_threads(threads):
     pair = Pair(heads=2)
     pair.step([(0, 700), (1, 3)])
@@ -152,8 +160,9 @@ def test_bytes_per_block_count_one_latent_a_token():
         assert sum(cache.nbytes for cache in backend.caches) == 5 * backend.kv_bytes_per_block(spec)
 
 
-def test_backends_are_found_by_name():
+def test_backends_are_found_by_name(caplog):
     assert get_mla_attention("npu") is get_mla_attention("cuda") is get_mla_attention("torch")
+    assert [r.getMessage()[:21] for r in caplog.records] == ["attention backend npu", "attention backend cud"]
     assert get_mla_attention("numba") is cpu_mla.CpuMla
     with pytest.raises(UnknownBackendError, match="numba"):
         get_mla_attention("flash9")

@@ -155,7 +155,7 @@ def soften(scores, n, peak, total, sums):
 
 
 @njit(error_model="numpy", fastmath=FAST, inline="always")
-def _add_values(scores, value_block, n, wide, sums):
+def add_values(scores, value_block, n, wide, sums):
     """sums[g] += sum over i of scores[g, i] * value_block[i]; `wide` [4, E] is room for converted values."""
     done = _vector_values(scores, value_block, n, sums)
     if done < sums.shape[1]:
@@ -237,7 +237,7 @@ def _decode(query, stride, keys, values, table, lengths, out, scale, window, til
             if softcap > 0:
                 _cap(scores, high - low, softcap)
             soften(scores, high - low, peak, total, sums)
-            _add_values(scores, values[block, head, low:high], high - low, wide_values, sums)
+            add_values(scores, values[block, head, low:high], high - low, wide_values, sums)
         if low_tile == 0 and high_tile == count:
             for g in range(groups):
                 inverse, target = np.float32(1) / total[g], out[b, head * groups + g]

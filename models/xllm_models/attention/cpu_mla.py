@@ -19,6 +19,7 @@ from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_KERNEL_ROWS = 16  # up to so many tokens, kernels that read the matrices once absorb and project; above, bmm
 _GROUP = 16  # heads that share a tile of latents
 _QUERY_SLICE = 128  # queries whose scores exist at once
 _SCORES = 1 << 22  # scores that exist at once, and so many expanded values
@@ -66,7 +67,7 @@ class CpuMla(MlaBackend):
         assert metadata is not None, "prepare comes before forward"
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_size)
         decodes = metadata.num_decodes
-        attended = query.new_empty(decodes, spec.num_heads, spec.latent_size)
+        attended = torch.empty(decodes, spec.num_heads, spec.latent_size)
         self._write_and_decode(layer, self._absorb(query[:decodes], up), latent.contiguous(), attended)
         self._project(attended, up, out[:decodes])
         if metadata.num_prefills:
@@ -77,23 +78,34 @@ class CpuMla(MlaBackend):
         return out.flatten(1)
 
     def _absorb(self, query: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """query [n, H, R + P] -> [n, H, C + R], whose product with a latent is the score."""
-        spec = self.spec
-        rotated, nope = query.split((spec.rope_size, spec.nope_size), dim=2)
-        absorbed = torch.bmm(nope.transpose(0, 1), up[:, : spec.nope_size])  # [H, n, C]
-        return torch.cat((absorbed.transpose(0, 1), rotated), dim=2)
+        """query [n, H, R + P] -> [n, H, C + R] float32, whose product with a latent is the score."""
+        spec, n = self.spec, query.shape[0]
+        if n > _KERNEL_ROWS:
+            rotated, nope = query.split((spec.rope_size, spec.nope_size), dim=2)
+            absorbed = torch.bmm(nope.transpose(0, 1), up[:, : spec.nope_size])  # [H, n, C]
+            return torch.cat((absorbed.transpose(0, 1), rotated), dim=2).float()
+        out, query = torch.empty(n, spec.num_heads, spec.width), query.contiguous()
+        run(cpu_mla_kernels.absorb.address, self._threads, _ENCODINGS[query.dtype], query.data_ptr(), n, spec.num_heads,
+            spec.rope_size, spec.nope_size, up.data_ptr(), spec.value_size, spec.latent_size, out.data_ptr())
+        return out
 
     def _project(self, attended: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-        """Sums of latents [n, H, C] -> out [n, H, V]."""
-        values = up[:, self.spec.nope_size :].transpose(1, 2)  # [H, C, V]
-        out.copy_(torch.bmm(attended.transpose(0, 1), values).transpose(0, 1))
+        """Sums of latents [n, H, C] float32 -> out [n, H, V]."""
+        spec, n = self.spec, attended.shape[0]
+        if n > _KERNEL_ROWS:
+            values = up[:, spec.nope_size :].transpose(1, 2)  # [H, C, V]
+            out.copy_(torch.bmm(attended.transpose(0, 1).to(up.dtype), values).transpose(0, 1))
+            return
+        run(cpu_mla_kernels.project.address, self._threads, _ENCODINGS[up.dtype], attended.data_ptr(), n,
+            spec.num_heads, spec.latent_size, up.data_ptr(), spec.nope_size, spec.value_size, out.data_ptr())
 
     def _write_and_decode(
         self, layer: LayerAttention, query: torch.Tensor, latent: torch.Tensor, out: torch.Tensor
     ) -> None:
+        """latent [T, C + R], query [D, H, C + R] and out [D, H, C], both float32."""
         spec, cache, rows = self.spec, self.caches[layer.layer], query.shape[0]
-        encoding = _ENCODINGS[query.dtype]
-        assert (encoding == BFLOAT16) == (spec.dtype == torch.bfloat16), "queries and cache disagree about bfloat16"
+        encoding = _ENCODINGS[latent.dtype]
+        assert (encoding == BFLOAT16) == (spec.dtype == torch.bfloat16), "latents and cache disagree about bfloat16"
         run(cpu_mla_kernels.step.address, self._threads,
             encoding, latent.data_ptr(), self._slots.data_ptr(), latent.shape[0], cache.data_ptr(), cache.shape[0],
             spec.block_size, spec.width, rows, self._table.data_ptr(), self._table.shape[1], self._lengths.data_ptr(),
@@ -134,8 +146,8 @@ class CpuMla(MlaBackend):
         self, layer: LayerAttention, latents: torch.Tensor, query: torch.Tensor, up: torch.Tensor, out: torch.Tensor
     ) -> None:
         spec, n = self.spec, query.shape[0]
-        queries = self._absorb(query, up)  # [n, H, C + R]
-        attended = torch.empty_like(queries[:, :, : spec.latent_size], memory_format=torch.contiguous_format)
+        queries = self._absorb(query, up).to(latents.dtype)  # [n, H, C + R]
+        attended = torch.empty(n, spec.num_heads, spec.latent_size)
         rows = attended.view(1, n * spec.num_heads, spec.latent_size)
         self._attend(layer, queries.view(1, n * spec.num_heads, spec.width), latents.t().unsqueeze(0),
                      latents[:, : spec.latent_size].unsqueeze(0), spec.num_heads, rows)

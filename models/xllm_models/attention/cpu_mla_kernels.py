@@ -1,19 +1,21 @@
-"""Paged decode kernel for latent attention on the CPU: write latents, then attend to them as they lie.
+"""Kernels of latent attention on the CPU: absorb queries, attend to the paged latents as they lie, project the sums.
 
 A layer's cache is [blocks, block_size, E], E = C + R: one row is the key of every head, its first C values are the
 value. Heads are rows of one product with the tile of latents in hand, `groups` of them at a time, so that a tile read
-once (to float32, in cache) serves them all. A C function run by a team of threads (ops.cpu_team); the argument list
-is documented at the kernel and written by cpu_mla only.
+once (to float32, in cache) serves them all. Absorbed queries and sums of latents are float32.
+Kernels are C functions run by a team of threads (ops.cpu_team); argument lists are documented at each and written by
+cpu_mla only.
 """
 # mypy: disable-error-code="no-untyped-def, type-var, call-overload"
 
 from __future__ import annotations
 
 import numpy as np
-from numba import cfunc, njit
+from numba import cfunc, njit, types
+from numba.extending import overload
 
-from xllm_models.attention.cpu_kernels import LOWEST, merge, soften
-from xllm_models.attention.cpu_vector import LANES, dots_float, values_float
+from xllm_models.attention.cpu_kernels import LOWEST, add_values, merge, soften
+from xllm_models.attention.cpu_vector import LANES, dots_bfloat, dots_float, values_float
 from xllm_models.ops.cpu_numeric import (
     BFLOAT16,
     FAST,
@@ -30,6 +32,8 @@ from xllm_models.ops.cpu_numeric import (
 )
 from xllm_models.ops.cpu_team import team_barrier, team_rank, team_share, team_size
 
+ABSORB_STRIP, PROJECT_STRIP = 128, 32  # columns of U_K, rows of U_V that one thread takes at a time
+
 
 @njit(error_model="numpy", fastmath=FAST)
 def _write_tokens(latent, slots, cache):
@@ -44,7 +48,7 @@ def _write_tokens(latent, slots, cache):
 
 @njit(error_model="numpy", fastmath=FAST)
 def _decode(query, cache, table, lengths, out, scale, tile, parts, part_rows):
-    """One token a row; query [D, H, E], out [D, H, C]. Work is tiles of positions, cut evenly over the threads.
+    """One token a row; query [D, H, E], out [D, H, C] float32. Work is tiles of positions, cut evenly over the threads.
 
     A row here is `groups` heads of one token; one that is cut between threads leaves its parts as in cpu_kernels.
     """
@@ -77,7 +81,7 @@ def _decode(query, cache, table, lengths, out, scale, tile, parts, part_rows):
             peak[g], total[g] = LOWEST, np.float32(0)
             source, target = query[b, first_head + g], q[g]
             for e in range(width):
-                target[e] = load(source, e) * scale
+                target[e] = source[e] * scale
         wide_sums[:] = np.float32(0)
         for t in range(low_tile, high_tile):
             position = t * tile
@@ -95,7 +99,7 @@ def _decode(query, cache, table, lengths, out, scale, tile, parts, part_rows):
             for g in range(groups):
                 inverse, target = np.float32(1) / total[g], out[b, first_head + g]
                 for e in range(size):
-                    store(target, e, sums[g, e] * inverse)
+                    target[e] = sums[g, e] * inverse
         else:
             part_rows[slot] = row
             for g in range(groups):
@@ -121,17 +125,101 @@ def _step(latent, query, out, cache, a):
 
 @cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
 def step(data):
-    """0 encoding of latents, queries and out, 1 latents, 2 slots, 3 tokens, 4 cache, 5 blocks, 6 block size, 7 E,
+    """0 encoding of latents, 1 latents, 2 slots, 3 tokens, 4 cache, 5 blocks, 6 block size, 7 E,
 
     8 decode rows, 9 table, 10 its width, 11 lengths, 12 scale, 13 parts, 14 part rows, 15 heads in a group, 16 tile,
     17 H, 18 C, 19 query, 20 out, 21 encoding of the cache
     """
     a = arguments_of(data)
     new, shape = (a[3], a[7]), (a[5], a[6], a[7])
-    query, out = (a[8], a[17], a[7]), (a[8], a[17], a[18])
+    query, out = f32(a[19], (a[8], a[17], a[7])), f32(a[20], (a[8], a[17], a[18]))
     if a[0] == BFLOAT16:
-        _step(u16(a[1], new), u16(a[19], query), u16(a[20], out), u16(a[4], shape), a)
+        _step(u16(a[1], new), query, out, u16(a[4], shape), a)
     elif a[21] == FLOAT16:
-        _step(f32(a[1], new), f32(a[19], query), f32(a[20], out), i16(a[4], shape), a)
+        _step(f32(a[1], new), query, out, i16(a[4], shape), a)
     else:
-        _step(f32(a[1], new), f32(a[19], query), f32(a[20], out), f32(a[4], shape), a)
+        _step(f32(a[1], new), query, out, f32(a[4], shape), a)
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _absorb(query, up, rope, nope, out):
+    """query [n, H, R + P], up [H, P + V, C] -> out [n, H, C + R]; work is strips of C in each head."""
+    n, heads, size = query.shape[0], query.shape[1], up.shape[2]
+    strips = (size + ABSORB_STRIP - 1) // ABSORB_STRIP
+    begin, end = team_share(heads * strips)
+    q, wide = np.empty((n, nope), np.float32), np.empty((4, ABSORB_STRIP), np.float32)
+    for unit in range(begin, end):
+        head, low = unit // strips, unit % strips * ABSORB_STRIP
+        high = min(low + ABSORB_STRIP, size)
+        for row in range(n):
+            source, target = query[row, head], q[row]
+            for p in range(nope):
+                target[p] = load(source, rope + p)
+            if low == 0:
+                for r in range(rope):
+                    out[row, head, size + r] = load(source, r)
+        part = np.zeros((n, high - low), np.float32)  # its rows lie side by side, as add_values expects
+        add_values(q, up[head, :nope, low:high], nope, wide, part)
+        for row in range(n):
+            out[row, head, low:high] = part[row]
+
+
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
+def absorb(data):
+    """0 encoding of queries and matrices, 1 query, 2 rows, 3 H, 4 R, 5 P, 6 up, 7 V, 8 C, 9 out (float32)"""
+    a = arguments_of(data)
+    query, up = (a[2], a[3], a[4] + a[5]), (a[3], a[5] + a[7], a[8])
+    out = f32(a[9], (a[2], a[3], a[8] + a[4]))
+    if a[0] == BFLOAT16:
+        _absorb(u16(a[1], query), u16(a[6], up), a[4], a[5], out)
+    else:
+        _absorb(f32(a[1], query), f32(a[6], up), a[4], a[5], out)
+
+
+def _dots(rows, matrix, out):
+    """out[r, c] = rows[r] . matrix[c] over the first values of each; returns how many."""
+    raise TypeError("compiled code only")
+
+
+@overload(_dots, inline="always")
+def _dots_of(rows, matrix, out):
+    run = dots_bfloat if matrix.dtype == types.uint16 else dots_float
+
+    def dots(rows, matrix, out):
+        return run(rows.shape[0], matrix.shape[0], rows.ctypes.data, rows.strides[0] // rows.itemsize,
+                   matrix.ctypes.data, matrix.shape[1], matrix.shape[1], out.ctypes.data, out.shape[1])
+
+    return dots
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _project(attended, up, nope, out):
+    """attended [n, H, C], up [H, P + V, C] -> out [n, H, V]; work is strips of V in each head."""
+    n, heads, size = attended.shape
+    values = up.shape[1] - nope
+    strips = (values + PROJECT_STRIP - 1) // PROJECT_STRIP
+    begin, end = team_share(heads * strips)
+    sums = np.empty((n, PROJECT_STRIP), np.float32)
+    for unit in range(begin, end):
+        head, low = unit // strips, unit % strips * PROJECT_STRIP
+        high = min(low + PROJECT_STRIP, values)
+        matrix = up[head, nope + low : nope + high]
+        done = _dots(attended[:, head], matrix, sums)
+        for row in range(n):
+            target = out[row, head]
+            for v in range(high - low):
+                total = sums[row, v]
+                for c in range(done, size):
+                    total += attended[row, head, c] * load(matrix[v], c)
+                store(target, low + v, total)
+
+
+@cfunc("void(voidptr)", cache=True, error_model="numpy", fastmath=FAST)
+def project(data):
+    """0 encoding of matrices and out, 1 attended (float32), 2 rows, 3 H, 4 C, 5 up, 6 P, 7 V, 8 out"""
+    a = arguments_of(data)
+    attended, up, out = f32(a[1], (a[2], a[3], a[4])), (a[3], a[6] + a[7], a[4]), (a[2], a[3], a[7])
+    if a[0] == BFLOAT16:
+        _project(attended, u16(a[5], up), a[6], u16(a[8], out))
+    else:
+        _project(attended, f32(a[5], up), a[6], f32(a[8], out))

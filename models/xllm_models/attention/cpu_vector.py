@@ -134,10 +134,10 @@ scores_float, scores_bfloat = _passes(False, False), _passes(True, False)
 values_float, values_bfloat = _passes(False, True), _passes(True, True)
 
 
-def _dot_block(rows, columns):
+def _dot_block(rows, columns, bfloat):
     """An intrinsic: out[r, c] = left[r] . right[c] for a few rows and columns; `count` vectors of LANES make a row.
 
-    Arguments (int64): left, its row stride, right, its row stride, count, out, its row stride, in float32 elements.
+    Arguments (int64): left, its row stride, right, its row stride, count, out, its row stride. Strides count elements.
     """
 
     def codegen(context, builder, signature, args):
@@ -149,13 +149,12 @@ def _dot_block(rows, columns):
         with cgutils.for_range(builder, count) as loop:
             at = builder.mul(loop.index, ir.Constant(_I64, LANES))
 
-            def row_of(address, stride, row):
-                index = builder.add(builder.mul(ir.Constant(_I64, row), stride), at)
-                return _load_vector(builder, address, index, False)
+            def index_of(row, stride):
+                return builder.add(builder.mul(ir.Constant(_I64, row), stride), at)
 
-            strips = [row_of(right, right_stride, c) for c in range(columns)]
+            strips = [_load_vector(builder, right, index_of(c, right_stride), bfloat) for c in range(columns)]
             for r in range(rows):
-                factor = row_of(left, left_stride, r)
+                factor = _load_vector(builder, left, index_of(r, left_stride), False)
                 for c in range(columns):
                     product = builder.fmul(factor, strips[c], flags=("contract",))
                     builder.store(builder.fadd(product, builder.load(sums[r, c]), flags=("contract",)), sums[r, c])
@@ -173,31 +172,37 @@ def _dot_block(rows, columns):
     return intrinsic(typing)
 
 
-_block2, _block1 = _dot_block(MAX_ROWS, WIDE), _dot_block(MAX_ROWS, 1)
-_strip2, _strip1 = _dot_block(1, WIDE), _dot_block(1, 1)
+def _dots(bfloat):
+    """A compiled function: out[r, c] = left[r] . right[c] over the first values of each; returns how many of them."""
+    block2, block1 = _dot_block(MAX_ROWS, WIDE, bfloat), _dot_block(MAX_ROWS, 1, bfloat)
+    strip2, strip1 = _dot_block(1, WIDE, bfloat), _dot_block(1, 1, bfloat)
+    size = 2 if bfloat else 4
+
+    @njit(error_model="numpy")
+    def run(rows, columns, left, left_stride, right, right_stride, width, out, out_stride):
+        count = width // LANES
+        r = 0
+        while r < rows:
+            many = r + MAX_ROWS <= rows
+            c = 0
+            while c < columns:
+                two = c + WIDE <= columns
+                a, b = left + 4 * r * left_stride, right + size * c * right_stride
+                o = out + 4 * (r * out_stride + c)
+                if many:
+                    if two:
+                        block2(a, left_stride, b, right_stride, count, o, out_stride)
+                    else:
+                        block1(a, left_stride, b, right_stride, count, o, out_stride)
+                elif two:
+                    strip2(a, left_stride, b, right_stride, count, o, out_stride)
+                else:
+                    strip1(a, left_stride, b, right_stride, count, o, out_stride)
+                c += WIDE if two else 1
+            r += MAX_ROWS if many else 1
+        return count * LANES
+
+    return run
 
 
-@njit(error_model="numpy")
-def dots_float(rows, columns, left, left_stride, right, right_stride, width, out, out_stride):
-    """out[r, c] = left[r] . right[c] over `width` values, a multiple of LANES; addresses and strides of float32."""
-    count = width // LANES
-    r = 0
-    while r < rows:
-        many = r + MAX_ROWS <= rows
-        c = 0
-        while c < columns:
-            a, b = left + 4 * r * left_stride, right + 4 * c * right_stride
-            o = out + 4 * (r * out_stride + c)
-            if c + WIDE <= columns:
-                if many:
-                    _block2(a, left_stride, b, right_stride, count, o, out_stride)
-                else:
-                    _strip2(a, left_stride, b, right_stride, count, o, out_stride)
-                c += WIDE
-            else:
-                if many:
-                    _block1(a, left_stride, b, right_stride, count, o, out_stride)
-                else:
-                    _strip1(a, left_stride, b, right_stride, count, o, out_stride)
-                c += 1
-        r += MAX_ROWS if many else 1
+dots_float, dots_bfloat = _dots(False), _dots(True)
