@@ -7,15 +7,12 @@ A platform names its operator set and its attention backends in `Capabilities`; 
 from __future__ import annotations
 
 import importlib
-import logging
 from types import ModuleType
 from typing import Any
 
 from xllm_models.attention.base import AttentionBackend, PagedBackend
 from xllm_models.attention.mla_base import MlaBackend
 from xllm_models.config import ModelConfig
-
-log = logging.getLogger(__name__)
 
 _OPS = {
     "torch": "xllm_models.ops.torch_ops",
@@ -65,7 +62,6 @@ def get_attention(name: str) -> type[AttentionBackend]:
 
 def get_mla_attention(name: str) -> type[MlaBackend]:
     if name in _ATTENTION and name not in _MLA_ATTENTION:
-        log.warning("attention backend %s has no latent attention: plain torch attends, more slowly", name)
         name = "torch"
     return _load(_find(_MLA_ATTENTION, name, "attention backend"))
 
@@ -73,6 +69,11 @@ def get_mla_attention(name: str) -> type[MlaBackend]:
 def attention_for(config: ModelConfig, name: str) -> type[PagedBackend]:
     """The backend of this name for what the model caches: keys and values, or latents."""
     return get_attention(name) if config.mla is None else get_mla_attention(name)
+
+
+def falls_back(config: ModelConfig, name: str) -> bool:
+    """Whether `attention_for` gives torch's because the one of this name knows no latents."""
+    return config.mla is not None and name not in _MLA_ATTENTION
 
 
 def _load(target: str) -> Any:

@@ -1,24 +1,32 @@
 """Which attention backend serves a model: the one asked for if it can, else the first that can, else a refusal."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 from xllm_models.attention.cpu_attention import CpuAttention
+from xllm_models.attention.cpu_mla import CpuMla
 from xllm_models.attention.cuda_attention import CudaAttention
 from xllm_models.attention.torch_attention import TorchAttention
+from xllm_models.attention.torch_mla import TorchMla
 from xllm_models.config import ModelConfig
+from xllm_models.mla_config import MlaConfig
 
-from xllm_npu.execution.worker_loader import LoadError, _attention_backend
+from xllm_npu.execution.worker_loader import LoadError, _attention_backend, _graph_sizes
 
 CONFIG = ModelConfig(
     architecture="Gemma2ForCausalLM", model_type="gemma2", vocab_size=8, hidden_size=8, intermediate_size=8,
     num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_position_embeddings=8)
 
 
-def choose(asked, offered, *needs):
+LATENT = dataclasses.replace(CONFIG, mla=MlaConfig(
+    q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4))
+
+
+def choose(asked, offered, *needs, config=CONFIG):
     settings = SimpleNamespace(execution=SimpleNamespace(attention_backend=asked))
     platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(attention_backends=offered))
-    return _attention_backend(settings, platform, CONFIG, frozenset(needs))
+    return _attention_backend(settings, platform, config, frozenset(needs))
 
 
 @pytest.mark.parametrize(("asked", "offered", "needs", "expected"), [
@@ -41,3 +49,21 @@ def test_the_first_that_can_is_taken(asked, offered, needs, expected):
 def test_what_cannot_be_is_refused_by_name(asked, offered, needs, message):
     with pytest.raises(LoadError, match=message):
         choose(asked, offered, *needs)
+
+
+@pytest.mark.parametrize(("asked", "offered", "expected", "warned"), [
+    ("auto", ("numba", "torch"), CpuMla, False),
+    ("auto", ("npu", "torch"), TorchMla, False),
+    ("auto", ("npu",), TorchMla, True),
+    ("cuda", ("cuda", "torch"), TorchMla, True),
+])
+def test_latent_attention_falls_back_to_torch(caplog, asked, offered, expected, warned):
+    assert choose(asked, offered, config=LATENT) is expected
+    assert ("has no latent attention" in caplog.text) == warned
+
+
+def test_latent_attention_that_cannot_be_captured_is_refused():
+    settings = SimpleNamespace(execution=SimpleNamespace(enable_graph=True))
+    platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(graph="capture"))
+    with pytest.raises(LoadError, match=r"attention backend TorchMla .*: turn enable_graph off"):
+        _graph_sizes(settings, platform, TorchMla, None)

@@ -160,9 +160,8 @@ def test_bytes_per_block_count_one_latent_a_token():
         assert sum(cache.nbytes for cache in backend.caches) == 5 * backend.kv_bytes_per_block(spec)
 
 
-def test_backends_are_found_by_name(caplog):
+def test_backends_are_found_by_name():
     assert get_mla_attention("npu") is get_mla_attention("cuda") is get_mla_attention("torch")
-    assert [r.getMessage()[:21] for r in caplog.records] == ["attention backend npu", "attention backend cud"]
     assert get_mla_attention("numba") is cpu_mla.CpuMla
     with pytest.raises(UnknownBackendError, match="numba"):
         get_mla_attention("flash9")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from xllm_models import hub
 from xllm_models.attention.base import PagedBackend
-from xllm_models.backends import attention_for
+from xllm_models.backends import attention_for, falls_back
 from xllm_models.config import ModelConfig
 from xllm_models.layers.sharding import check_expert_sharding, check_sharding
 from xllm_models.registry import build_model
@@ -234,17 +234,20 @@ def _attention_backend(
     if name != "auto" and name not in offered:
         raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
                         f"set --attention_backend to one of {', '.join(offered)}.")
-    able = [one for one in offered if needs <= attention_for(config, one).features]
+    backends = {one: attention_for(config, one) for one in offered}
+    able = [one for one in offered if needs <= backends[one].features]
     lacking = " and ".join(sorted(needs))
     if not able:
         raise LoadError(f"The model's attention has {lacking}, and no attention backend of platform {platform.name} "
                         f"({', '.join(offered)}) has it: serve it on another platform.")
     if name == "auto":
-        return attention_for(config, able[0])
+        name = next((one for one in able if not falls_back(config, one)), able[0])
     if name not in able:
         raise LoadError(f"The model's attention has {lacking}, and attention backend {name} has not: "
                         f"set --attention_backend to auto or to one of {', '.join(able)}.")
-    return attention_for(config, name)
+    if falls_back(config, name):
+        log.warning("attention backend %s has no latent attention: plain torch attends instead, more slowly", name)
+    return backends[name]
 
 
 def _capacity(
