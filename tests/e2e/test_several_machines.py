@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs.markdown import blocks
-from tests.support.greedy import ask_server, differences, make_prompts, reference
+from tests.support.greedy import Case, ask_server, differences, make_prompts, reference
 from tests.support.machines import (
     ENGINE,
     WORKER,
@@ -26,6 +26,7 @@ from tests.support.machines import (
     start_nodes,
 )
 from tests.support.server import ServerProcess, poll
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,25 +37,36 @@ PREFIX = "xllm-npu: "
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, list[ServerProcess]]]:
-    """Servers that tests end; those whose loading matters first."""
-    flags = {"tp": ("--tp-size", "2"), "dp": ("--dp-size", "2")}
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(start_nodes(
-            tiny_dir, tmp_path_factory.mktemp(name), loopback_machines(), "--dtype", "float32", *more))
-            for name, more in flags.items()}
+def moe_dir(tmp_path_factory) -> Path:
+    """Experts that data-parallel ranks share: they step together."""
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", num_experts=8, num_experts_per_tok=3,
+                           moe_intermediate_size=48, norm_topk_prob=True, max_length=32768)
 
 
 @pytest.fixture(scope="module")
-def cases(tiny_dir: Path):
+def nodes(tiny_dir: Path, moe_dir: Path, tmp_path_factory) -> Iterator[dict[str, list[ServerProcess]]]:
+    """Servers that tests end, all starting at the same time."""
+    kinds = {"tp": (tiny_dir, "--tp-size", "2"), "dp": (moe_dir, "--dp-size", "2", "--ep-size", "2")}
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(start_nodes(
+            model, tmp_path_factory.mktemp(name), loopback_machines(), "--dtype", "float32", *flags))
+            for name, (model, *flags) in kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def cases(tiny_dir: Path) -> list[Case]:
+    return cases_of(tiny_dir)
+
+
+def cases_of(directory: Path) -> list[Case]:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 256, int(n)).tolist() for n in np.geomspace(1, 140, 32)]
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return reference(model, prompts, NEW_TOKENS)
 
 
-def answers(server: ServerProcess, cases) -> list[list[int]]:
+def answers(server: ServerProcess, cases: list[Case]) -> list[list[int]]:
     server.wait_ready()
     return ask_server(server.url, cases, NEW_TOKENS, uds=server.uds)
 
@@ -99,8 +111,9 @@ def test_tensor_parallel_tokens_and_a_killed_worker(nodes, cases):
     ended_together(agent, f"The server stopped: {said.removeprefix('The engine stopped: ')}")
 
 
-def test_data_parallel_tokens_and_a_killed_engine(nodes, cases):
+def test_shared_experts_tokens_and_a_killed_engine(nodes, moe_dir):
     server, agent = nodes["dp"]
+    cases = cases_of(moe_dir)
     assert differences(cases, answers(server, cases)) == []
     metrics = server.metrics()
     assert min(metrics[f"generation_tokens_total@{rank}"] for rank in (0, 1)) > 0
@@ -167,14 +180,22 @@ def test_no_master(tiny_dir, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_copies_of_two_ranks_on_two_machines(tiny_dir, tmp_path, cases):
+    flags = ("--tp-size", "2", "--dp-size", "2", "--dtype", "float32")
+    with start_nodes(tiny_dir, tmp_path, loopback_machines(), *flags) as (server, _):
+        assert differences(cases, answers(server, cases)) == []
+
+
+@pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_smollm2_over_two_machines(tmp_path):
     from xllm_models.hub import resolve_model
 
     path = resolve_model("smollm2").path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    cases = reference(model, make_prompts(AutoTokenizer.from_pretrained(path), 16, 300), 32)
+    cases = reference(model, make_prompts(AutoTokenizer.from_pretrained(path), 6, 120), 16)
     with start_nodes("smollm2", tmp_path, loopback_machines(), "--dp-size", "2", "--dtype", "float32",
                      "--max-cache-size", "200MiB") as (server, _):
         server.wait_ready()
-        assert differences(cases, ask_server(server.url, cases, 32, uds=server.uds)) == []
+        assert differences(cases, ask_server(server.url, cases, 16, uds=server.uds)) == []
