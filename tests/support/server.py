@@ -42,6 +42,8 @@ def poll(question: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
 class ServerProcess:
     """`ready=False` returns from `__enter__` as soon as the process is started. `prefix` runs it elsewhere."""
 
+    alarms = ("Traceback", "please report this", "unexpected failure", "resource_tracker")  # must not be on stderr
+
     def __init__(self, model: str | Path, directory: Path, *flags: str, ready: bool = True, uds: bool = False,
                  prefix: Sequence[str] = ()) -> None:
         self._model, self._ready = str(model), ready
@@ -208,7 +210,7 @@ class ServerProcess:
         """Children end with their parent, if not before it: they get a moment."""
         poll(lambda: not self.survivors(), f"the end of {self.survivors()}", deadline)
         assert self.socket_directories() == []
-        for alarm in ("Traceback", "please report this", "unexpected failure", "resource_tracker"):
+        for alarm in self.alarms:
             assert alarm not in self.stderr, self.stderr
 
     def survivors(self) -> list[psutil.Process]:

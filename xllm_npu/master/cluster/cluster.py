@@ -16,7 +16,7 @@ from pathlib import Path
 from xllm_npu.config.address import Address
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.device_probe import probe
-from xllm_npu.master.cluster.cluster_master import ClusterMaster
+from xllm_npu.master.cluster.cluster_master import ClusterError, ClusterMaster
 from xllm_npu.master.cluster.cluster_plan import EngineOrder, order_engines, ports_needed
 from xllm_npu.master.cluster.engine_launcher import EngineLauncher, FarWorker
 from xllm_npu.master.cluster.identity import identify
@@ -52,8 +52,7 @@ class Cluster:
 
     async def plan(self, directory: Path) -> list[EnginePlan]:
         """One plan a data-parallel rank. Raises ClusterError, LayoutError, AddressError, ProbeError, OSError."""
-        for node in self._nodes:
-            await asyncio.wait_for(node.wait_idle(), IDLE_SECONDS)
+        await self._old_ones_gone()
         master = await self._gather()
         p, seed = self._settings.parallel, self._settings.execution.random_seed
         ports, addresses = dict[int, list[int]](), {0: master.address}
@@ -63,6 +62,13 @@ class Cluster:
         orders = order_engines(self._settings, self._slots, addresses, ports, str(directory),
                                time.time_ns() if seed < 0 else seed)
         return [EnginePlan(self._launcher(order), order.init) for order in orders]
+
+    async def _old_ones_gone(self) -> None:
+        for node in self._nodes:
+            try:
+                await asyncio.wait_for(node.wait_idle(), IDLE_SECONDS)
+            except TimeoutError:
+                raise ClusterError(f"Processes that were killed on {node} are still there.") from None
 
     async def close(self, failure: str = "") -> None:
         """The other machines end, with everything they run."""
