@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.engine import run_engine
-from tests.support.greedy import differences, reference
+from tests.support.greedy import ask_server, differences, reference
+from tests.support.server import ServerProcess
 from tests.support.tiny_model import make_tiny_model
 
 NEW_TOKENS = 16
@@ -20,6 +21,17 @@ WAYS = {
     "experts move": {"tp_size": 2, "ep_size": 2, **BALANCED, **CHUNKS},
     "experts move, rows sent, graphs": {"tp_size": 2, "ep_size": 2, "expert_parallel_degree": 2, "enable_graph": True,
                                         "graph_batch_sizes": (1, 8), **BALANCED, **CHUNKS},
+}
+
+
+OVER_HTTP = {  # data-parallel ranks step together; where there are fewer requests than ranks, some step along
+    "rows gathered, experts move": ("--dp-size", "2", "--ep-size", "2", "--enable-eplb", "--eplb-update-interval", "4",
+                                    "--eplb-update-threshold", "1.0"),
+    "rows sent": ("--dp-size", "2", "--enable-expert-parallel", "--expert-parallel-degree", "2"),
+    "rows gathered, four ranks": ("--dp-size", "2", "--tp-size", "2", "--ep-size", "2"),
+    "rows sent, four ranks, experts move": (
+        "--dp-size", "2", "--tp-size", "2", "--ep-size", "4", "--expert-parallel-degree", "2", "--enable-eplb",
+        "--eplb-update-interval", "4", "--eplb-update-threshold", "1.0"),
 }
 
 
@@ -42,6 +54,20 @@ def test_same_tokens(checkpoint, way, caplog):
     answers, _ = run_engine(directory, [case.prompt for case in cases], NEW_TOKENS, **WAYS[way])
     assert differences(cases, answers) == []
     assert ("times the mean" in caplog.text) == way.startswith("experts move")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if "four" in way else ()) for way in OVER_HTTP])
+def test_same_tokens_over_http_from_data_parallel_ranks(checkpoint, tmp_path, way):
+    directory, cases = checkpoint
+    with ServerProcess(directory, tmp_path, *OVER_HTTP[way], "--dtype", "float32", "--max-cache-size", "24MiB",
+                       "--max-tokens-per-chunk-for-prefill", "24") as server:
+        for some in (cases, cases[2:3], cases):  # all at once, one alone, and again after ranks had nothing to do
+            assert differences(some, ask_server(server.url, some, NEW_TOKENS)) == []
+            server.wait_idle()
+        metrics = server.metrics()
+    assert all(metrics[f"generation_tokens_total@{rank}"] > 0 for rank in (0, 1))
 
 
 @pytest.mark.multiprocess
