@@ -48,6 +48,7 @@ from xllm_npu.master.cluster.network import (
     collective_environment,
     endpoint,
     free_ports,
+    own_address,
     resolve,
     source_address,
 )
@@ -132,7 +133,7 @@ class NodeAgent:
 
     def _open(self, context: zmq.asyncio.Context, host: str) -> None:
         given = self._settings.distributed.node_addr
-        own = resolve(given) if given else ""
+        own = own_address(given) if given else ""
         self._reached = Address(host, self._master.port)
         self._own = own or source_address(self._reached)
         target = endpoint(host, self._master.port)

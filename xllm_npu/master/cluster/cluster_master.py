@@ -35,7 +35,7 @@ from xllm_npu.master.cluster.messages import (
     Refusal,
     Started,
 )
-from xllm_npu.master.cluster.network import endpoint, free_ports, is_local, resolve
+from xllm_npu.master.cluster.network import endpoint, free_ports, listening_address, own_address
 from xllm_npu.master.cluster.node import Node
 
 log = logging.getLogger(__name__)
@@ -76,15 +76,12 @@ class ClusterMaster:
 
     def open(self) -> None:
         """Listen. Raises ClusterError or AddressError."""
-        host = resolve(self._wanted.host)
-        everywhere = host in EVERY_INTERFACE
-        if not everywhere and not is_local(host):
-            log.warning("%s is no address of this machine: waiting at port %d of all its interfaces",
-                        self._wanted.host, self._wanted.port)
-            everywhere = True
-        self._own = "" if everywhere else host
-        if everywhere:
-            host = "::" if ":" in host else "*"
+        self._given = own_address(self._given_address) if self._given_address else ""
+        self._own = listening_address(self._wanted.host)
+        if self._own is None and self._wanted.host not in EVERY_INTERFACE:
+            log.warning("%s is no address of this machine that others could reach: waiting at port %d of all its "
+                        "interfaces", self._wanted.host, self._wanted.port)
+        host = self._own or ("::" if ":" in self._wanted.host else "*")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         link.set_options(self._socket, host)
@@ -125,9 +122,7 @@ class ClusterMaster:
     @property
     def address(self) -> str:
         """This machine's literal address, as the others reach it."""
-        if self._given_address:
-            return resolve(self._given_address)
-        return self._own or next((node.reached for node in self.nodes), "127.0.0.1")
+        return self._given or self._own or next((node.reached for node in self.nodes), "127.0.0.1")
 
     def find_ports(self, count: int) -> list[int]:
         """Free ports of this machine."""

@@ -41,6 +41,29 @@ def is_local(host: str) -> bool:
     return True
 
 
+def own_address(given: str) -> str:
+    """--node-addr as a literal address. Raises AddressError if it is none of this machine's."""
+    host = resolve(given)
+    if host in EVERY_INTERFACE or not is_local(host):
+        raise AddressError(f"--node-addr={given} is no address of this machine: name one that the others reach.")
+    return host
+
+
+def listening_address(host: str) -> str | None:
+    """What to bind to, for others to reach `host`: its literal address, or None for all interfaces.
+
+    A machine's name often means a loopback address on that machine itself, and another one elsewhere; and behind an
+    address translation the address is another machine's. Raises AddressError.
+    """
+    literal = resolve(host)
+    if literal in EVERY_INTERFACE:
+        return None
+    named = literal != host and host != "localhost"
+    if (named and ipaddress.ip_address(literal.partition("%")[0]).is_loopback) or not is_local(literal):
+        return None
+    return literal
+
+
 def source_address(target: Address) -> str:
     """The address from which this machine reaches the (literal) target. Raises AddressError."""
     with socket.socket(_family(target.host), socket.SOCK_DGRAM) as probe:
