@@ -127,6 +127,15 @@ def test_kernel_and_products_agree_on_any_number_of_threads(monkeypatch, rows, t
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_an_expert_that_overflows_for_others_tokens_harms_nobody(way):
+    numbers, ids, weights = case(6)
+    numbers[1][7] = torch.inf
+    ids[ids == 7] = -1
+    found = WAYS[way](numbers[0], ids, weights, numbers[1], numbers[2], "silu")
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_no_expert_here(way):
     numbers, ids, weights = case(4)
     found = WAYS[way](numbers[0], ids, weights, numbers[1], numbers[2], "silu", 100)

@@ -100,7 +100,9 @@ def moe_experts_of_all(
         inner = inner if gate_up_bias is None else inner + gate_up_bias[some].unsqueeze(1)
         outer = gated(inner, activation) @ down[some].transpose(1, 2)  # [e, T, N]
         outer = outer if down_bias is None else outer + down_bias[some].unsqueeze(1)
-        out += (outer * share[:, some].t().unsqueeze(2)).sum(dim=0)
+        weight = share[:, some].t().unsqueeze(2)  # [e, T, 1]
+        # What an expert makes of tokens that are not its own may be anything, infinity included.
+        out += (outer * weight).masked_fill(weight == 0, 0).sum(dim=0)
     return out.to(x.dtype)
 
 
