@@ -38,3 +38,11 @@ def examples(name: str) -> list[tuple[Block, Block | None]]:
     found = blocks(name)
     pairs = zip(found, [*found[1:], None])
     return [(block, after if after and after.is_output else None) for block, after in pairs if block.runs]
+
+
+def launch_flags(name: str, kind: str, line: int) -> list[str]:
+    """What follows the model in one `xllm-npu serve MODEL ...` line of the block whose info string ends in `kind`."""
+    (block,) = [b for b in blocks(name) if b.info == ("bash", kind)]
+    words = block.text.splitlines()[line].split()
+    assert words[:2] == ["xllm-npu", "serve"]
+    return words[3:]

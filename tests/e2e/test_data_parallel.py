@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.docs.markdown import launch_flags
 from tests.support.greedy import ask_server, differences, reference
 from tests.support.server import ENGINE, ServerProcess, poll
 
@@ -29,9 +30,10 @@ NEW_TOKENS = 24
 def servers(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, ServerProcess]]:
     """Both starting at the same time."""
     flags = {"shared": ("--enable-prefix-cache-aware-dp-routing",), "killed": ()}
+    copies = launch_flags("docs/parallelism.md", "copies", 0)
     with ExitStack() as stack:
         yield {name: stack.enter_context(ServerProcess(
-            tiny_dir, tmp_path_factory.mktemp(name), "--dp-size", "2", "--dtype", "float32", *more, ready=False))
+            tiny_dir, tmp_path_factory.mktemp(name), *copies, "--dtype", "float32", *more, ready=False))
             for name, more in flags.items()}
 
 

@@ -192,6 +192,11 @@ def test_chat_template_setting(engine):
     assert result.prompt == "mine x"
 
 
+def test_several_engines_are_a_servers():
+    with pytest.raises(SettingsError, match="dp_size must be 1, got 2"):
+        LLM("m", dp_size=2)
+
+
 def test_a_bad_prompt_is_named_and_nothing_runs(llm, engine):
     with pytest.raises(InvalidParameter, match="Prompt 1: This model's maximum context length is 64"):
         llm.generate(["a", "b" * 64])

@@ -16,6 +16,7 @@ from xllm_npu.state.messages import (
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_STOP,
+    SEQUENCES_PER_REQUEST,
     AbortRequest,
     AddRequest,
     Finished,
@@ -52,8 +53,20 @@ class Bench:
         self.tokenizer = tokenizer
         self.eos = tokenizer.eos_token_id
         self.aborts: list[AbortRequest] = []
-        self.dispatcher = OutputDispatcher(tokenizer, self.aborts.append)
+        self.ended: list[int] = []
+        self.dispatcher = OutputDispatcher(tokenizer, self._abort, self.ended.append)
         self.heard: dict[int, list] = {}
+
+    def _abort(self, message: AbortRequest) -> None:
+        assert not {key // SEQUENCES_PER_REQUEST for key in message.keys} & set(self.ended), "an abort after the end"
+        self.aborts.append(message)
+
+    def check_ends(self) -> None:
+        """Every request that is over has been told of, once."""
+        d = self.dispatcher
+        assert len(set(self.ended)) == len(self.ended)
+        assert set(self.ended).isdisjoint(d._requests.keys() | d._probes.keys())
+        assert self.heard.keys() <= set(self.ended) | d._requests.keys() | d._probes.keys()
 
     def open(self, request_id=1, stream=True, prompt=(1, 2, 3), **params):
         request = AddRequest(
@@ -81,8 +94,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tokenizer) -> Bench:
-    return Bench(tokenizer)
+def bench(tokenizer):
+    bench = Bench(tokenizer)
+    yield bench
+    bench.check_ends()
 
 
 def text_of(outputs, index=0) -> str:

@@ -36,6 +36,11 @@ def describe(error: BaseException) -> str:
     return text if speaks_for_itself(error) else f"{type(error).__name__}: {text}"
 
 
+def explains(error: BaseException) -> bool:
+    """It says what happened. Any other exception may come from the end of a rank that this one computed with."""
+    return speaks_for_itself(error) and not getattr(error, "foreign", False)
+
+
 def speaks_for_itself(error: BaseException) -> bool:
     """One of our own errors, whose message tells the user what to do; others need their traceback in the log."""
     return type(error).__module__.split(".")[0] in ("xllm_npu", "xllm_models", "xllm_platform")

@@ -41,6 +41,8 @@ CONNECT_SECONDS = 120.0  # for a worker process to start, torch imported
 class WorkerDied(RuntimeError):
     """A worker process is gone or stuck; the message names it and says how."""
 
+    foreign = False  # it failed with an exception that is not ours
+
 
 class WorkerGroup:
     def __init__(self, init: EngineInit, tp_size: int, collective_timeout: float, ring_bytes: int,
@@ -157,9 +159,11 @@ class WorkerGroup:
                 self._fail_with(report)
 
     def _fail_with(self, report: WorkerFailed) -> None:
+        error = WorkerDied(f"{self._name(report.rank)}: {report.message}")
         if report.traceback:
-            log.debug("%s", report.traceback)
-        self._fail(WorkerDied(f"{self._name(report.rank)}: {report.message}"))
+            error.foreign = True
+            error.add_note(report.traceback)
+        self._fail(error)
 
     def _check_hang(self) -> None:
         since = self.busy_since()

@@ -103,8 +103,9 @@ def main() -> int:
         threading.Thread(target=_send_status, args=(reporter, init.tp_rank, ended), name="status", daemon=True).start()
         serve(init, settings, reporter)
     except Exception as error:
-        log.log(logging.DEBUG if speaks_for_itself(error) else logging.ERROR, "the worker failed", exc_info=True)
-        reporter.send(WorkerFailed(rank=init.tp_rank, message=describe(error), traceback=traceback.format_exc()))
+        log.debug("the worker failed", exc_info=True)  # the engine says so, unless it knows of a better reason
+        trace = "" if speaks_for_itself(error) else traceback.format_exc()
+        reporter.send(WorkerFailed(rank=init.tp_rank, message=describe(error), traceback=trace))
         return EXIT_FAILED
     finally:
         ended.set()

@@ -173,7 +173,7 @@ class EngineGroup:
     def _on_exit(self, ending: Ending) -> None:
         """One is gone. Where ranks compute together the others fail for it, perhaps sooner than it is noticed."""
         self._endings.append(ending)
-        if not self._together or ending.clue is Clue.DIED:
+        if not self._together or ending.clue is not Clue.FAILED:
             self.fail(ending.reason)
         elif len(self._endings) == 1:
             asyncio.get_running_loop().call_later(

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from xllm_npu.config.settings import Settings
-from xllm_npu.execution.child import describe, follow_parent, read_line, speaks_for_itself
+from xllm_npu.execution.child import describe, explains, follow_parent, read_line
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250  # also how soon an idle engine notices the death of a worker
 INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
+CAUSE_SECONDS = 1.0  # if another rank has died, this one fails too: the parent knows, and ends it without a word
 EXIT_FAILED = 1
 
 
@@ -171,8 +172,11 @@ def main() -> int:
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
     except Exception as error:
-        log.log(logging.DEBUG if speaks_for_itself(error) else logging.ERROR, "the engine failed", exc_info=True)
-        channel.send(EngineFailed(describe(error), traceback.format_exc(), speaks_for_itself(error)))
+        ours = explains(error)
+        if not ours and settings.parallel.dp_size > 1:
+            time.sleep(CAUSE_SECONDS)
+        log.log(logging.DEBUG if ours else logging.ERROR, "the engine failed", exc_info=True)
+        channel.send(EngineFailed(describe(error), traceback.format_exc(), ours))
         channel.close()
         return EXIT_FAILED
     channel.close()
