@@ -88,6 +88,11 @@ class LlamaForCausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, ParallelLinear)]
 
     @property
+    def rotary_switch(self) -> int:
+        """Not 0: positions are 2p, and 2p + 1 for sequences of more tokens than this (see layers.rotary)."""
+        return max(rotary.switch for rotary in self.rotaries)
+
+    @property
     def attention_needs(self) -> frozenset[str]:
         """What of PagedBackend.features the layers use."""
         return frozenset(need for layer in self.layers for need in layer.attention.spec.needs)  # type: ignore[union-attr]

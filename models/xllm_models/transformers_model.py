@@ -58,6 +58,8 @@ class _Given:
 class TransformersModel(nn.Module):
     """LlamaForCausalLM's interface around a network of transformers."""
 
+    rotary_switch = 0
+
     network: Any  # PreTrainedModel
 
     def __init__(

@@ -52,6 +52,9 @@ VARIANTS = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral window": ("mistral", {"sliding_window": 24}),
     "phi3": ("phi3", {"sliding_window": 24}),
+    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [1.0 + i for i in range(8)]}}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4 moe": ("glm4_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,

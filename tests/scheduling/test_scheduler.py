@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.support.scheduler_driver import Driver, add_request
-from tests.support.scripted_worker import expected_output
+from tests.support.scripted_worker import expected_output, next_token, prefix_hash
 from xllm_npu.state.messages import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, sequence_key
 
 POLICIES = ("prefill_first", "decode_first", "unified")
@@ -30,6 +30,35 @@ def test_tokens_do_not_depend_on_scheduling(policy, prefix, chunked, overlap, nu
         assert driver.scheduler.stats.preemptions_total > 0
     if prefix and policy != "prefill_first":
         assert driver.scheduler.stats.prefix_hits_total > 0
+
+
+SWITCH = 24
+
+
+def output_with_two_rotations(prompt, count, vocab):
+    """Every token from keys that all belong to the rotation of the sequence's length at that time."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(prefix_hash(tokens, len(tokens) > SWITCH), vocab, 0))
+    return tokens[len(prompt):]
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefix", "chunked", "overlap", "prompts"),
+    list(itertools.product(POLICIES, (True, False), (True, False), (True, False), (
+        PROMPTS, [PROMPTS[0]], [list(range(n)) for n in range(SWITCH - 3, SWITCH + 3)]))),
+)
+def test_sequences_that_outgrow_their_rotation_are_computed_anew(policy, prefix, chunked, overlap, prompts):
+    """Alone, where nothing else can be scheduled meanwhile; and beside others with the same beginning."""
+    driver = Driver(overlap, policy=policy, enable_prefix_cache=prefix, enable_chunked_prefill=chunked,
+                    max_chunk=16 if chunked else 0, num_blocks=120, vocab=50_000, rotary_switch=SWITCH)
+    for i, prompt in enumerate(prompts):
+        driver.scheduler.add(add_request(i, prompt, max_tokens=20))
+    driver.run()
+    for i, prompt in enumerate(prompts):
+        assert driver.output(i) == output_with_two_rotations(prompt, 20, 50_000), f"request {i}"
+    outgrown = sum(len(prompt) <= SWITCH < len(prompt) + 19 for prompt in prompts)
+    assert driver.scheduler.stats.preemptions_total == outgrown
 
 
 @pytest.mark.parametrize("overlap", [False, True])

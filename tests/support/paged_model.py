@@ -65,9 +65,12 @@ class PagedModel:
         self.model.bind_attention(self.backend)
         self.blocks = BlockTables(num_blocks, block_size)
         self.forward = self.model.forward
+        self.second_rotation = False  # of all sequences, where the model has two (see layers.rotary)
 
     def input(self, rows: list[tuple[int, list[int]]]) -> ForwardInput:
         metadata, positions = self.blocks.metadata([(s, len(tokens)) for s, tokens in rows])
+        if self.model.rotary_switch:
+            positions = 2 * positions + self.second_rotation
         tokens = torch.tensor([t for _, row in rows for t in row])
         return ForwardInput(tokens, torch.from_numpy(positions), metadata)
 

@@ -17,8 +17,9 @@ def mix(state: int, token: int) -> int:
     return (state * 6364136223846793005 + token * 2 + 1442695040888963407) % (1 << 61)
 
 
-def prefix_hash(tokens) -> int:
-    state = 0
+def prefix_hash(tokens, second: bool = False) -> int:
+    """`second`: with other rotary frequencies all keys are others."""
+    state = int(second)
     for token in tokens:
         state = mix(state, int(token))
     return state
@@ -43,6 +44,7 @@ class ScriptedWorker:
         self.kv = np.full((num_blocks, block_size), -1, np.int64)
         self.last_token = np.full(max_rows, -1, np.int64)
         self.sequence_index = np.full(max_rows, -1, np.int64)
+        self.second_rotation = np.zeros(max_rows, np.int64)
         self.steps = 0
 
     def execute(self, message: StepInput) -> StepResult:
@@ -58,6 +60,7 @@ class ScriptedWorker:
             self.sequence_index[row] = self.last_token[row] = -1
         for admission in step.admitted:
             self.sequence_index[admission.row] = admission.sequence_index
+            self.second_rotation[admission.row] = admission.second_rotation
         for source, target in step.copies:
             self.kv[target] = self.kv[source]
         state = self._forward(rows, start, new, table, tokens)
@@ -80,7 +83,8 @@ class ScriptedWorker:
         written: dict[tuple[int, int], int] = {}
         state = [0] * rows.size
         for position, i, token in sorted(work):
-            before = 0 if position == 0 else int(self.kv[self._slot(table[i], position - 1)])
+            first = int(self.second_rotation[rows[i]])
+            before = first if position == 0 else int(self.kv[self._slot(table[i], position - 1)])
             slot = self._slot(table[i], position)
             assert slot[0] != 0, "a live row writes the dummy block"
             assert slot not in written, f"two rows write slot {slot} in one step"

@@ -59,18 +59,20 @@ def phi3(directory, **rope):
 
 
 @pytest.mark.parametrize("rope", [{}, {"factor": 2.0}, {"attention_factor": 1.3}], ids=str)
-def test_longrope_where_sequences_stay_short(tmp_path, rope):
+@pytest.mark.parametrize("limit", [ORIGINAL, 128])
+def test_longrope_in_short_sequences(tmp_path, rope, limit):
     model, ids = phi3(tmp_path, **rope), tokens(ORIGINAL)
     paged = PagedModel(tmp_path)
-    paged.model.reserve_positions(ORIGINAL)
+    paged.model.reserve_positions(limit)
+    assert paged.model.rotary_switch == (0 if limit == ORIGINAL else ORIGINAL)
     close(torch.cat([paged.logits([(0, ids[:20])])[0], paged.logits([(0, ids[20:])])[0]]), expected_logits(model, ids))
 
 
-def test_longrope_where_sequences_are_long(tmp_path):
+def test_longrope_in_long_sequences(tmp_path):
     """A prompt beyond the original length, and generation after it: transformers' own tokens."""
     model, ids = phi3(tmp_path), tokens(ORIGINAL + 5)
     paged = PagedModel(tmp_path)
-    paged.model.reserve_positions(128)
+    paged.second_rotation = True
     chunks = [paged.logits([(0, ids[:20])])[0], paged.logits([(0, ids[20:])])[0]]
     close(torch.cat(chunks), expected_logits(model, ids))
     generated = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None,

@@ -50,8 +50,10 @@ class BuiltStep:
 
 class InputBuilder:
     def __init__(
-        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool
+        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool,
+        two_rotations: bool = False,
     ) -> None:
+        """`two_rotations`: the model wants position 2p, or 2p + 1 for rows admitted as such, instead of p."""
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.device = device
@@ -67,6 +69,7 @@ class InputBuilder:
         self.seq_lens = buffer(max_rows, torch.int32)
         self.block_table = buffer(max_rows * max_blocks, torch.int32)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)  # sampled last, by table row
+        self._second = np.zeros(max_rows, np.int32) if two_rotations else None  # by table row: 0 or 1
         self._arange = np.arange(tokens + 1, dtype=np.int32)
 
     def build(self, step: StepInput, graph_size: int = 0) -> BuiltStep:
@@ -84,7 +87,7 @@ class InputBuilder:
             positions = self._arange[:count] - np.repeat(query_start[:-1] - start, new)
         block, offset = np.divmod(positions, self.block_size)
         self.token_ids.host[:count] = tokens
-        self.positions.host[:count] = positions
+        self.positions.host[:count] = positions if self._second is None else 2 * positions + self._second[rows][owner]
         self.slots.host[:count] = table[owner, block].astype(np.int64) * self.block_size + offset
         self.seq_lens.host[:size] = start + new
         self.query_start.host[: size + 1] = query_start
@@ -107,6 +110,10 @@ class InputBuilder:
             sample_rows=step.array("sample_rows"), sample_output=step.array("sample_output"),
             all_sampled_in_order=count == size and source.size == size and step.num_decodes == size,
         )
+
+    def admit(self, row: int, second_rotation: bool) -> None:
+        if self._second is not None:
+            self._second[row] = second_rotation
 
     def graph_input(self, graph_size: int, dp_size: int) -> ForwardInput:
         """The input a graph of this size is captured with: padding only. `dp_size` ranks step together."""

@@ -78,6 +78,8 @@ class Worker:
             for a in step.admitted:
                 sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32),
                                np.frombuffer(a.output, np.int32), a.sequence_index)
+        for a in step.admitted:
+            self.parts.builder.admit(a.row, a.second_rotation)
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.parts.builder.device)
             self.parts.attention.copy_blocks(pairs)

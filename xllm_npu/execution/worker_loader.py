@@ -129,7 +129,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     builder = InputBuilder(
         max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
         max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=device,
-        pinned=capabilities.pinned_memory,
+        pinned=capabilities.pinned_memory, two_rotations=model.rotary_switch > 0,
     )
     sampling = SamplingState(shape.max_seqs, config.vocab_size, device, rank.seed)
     graph = _capture(platform, model, attention, sizes, builder, progress, parallel.dp.size)
@@ -147,7 +147,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
         load_seconds=time.monotonic() - start.began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
         tokenizer_dir=str(resolved.tokenizer_dir), default_sampling=_default_sampling(config),
         implementation=config.implementation, load_format=settings.model.load_format, weight_loads=[weights],
-        steps_together=is_coupled(settings, config),
+        steps_together=is_coupled(settings, config), rotary_switch=model.rotary_switch,
     )
     return LoadedWorker(worker, ready, resolved.tokenizer_dir)
 

@@ -36,6 +36,7 @@ def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOption
     return SchedulerOptions(
         max_seqs=ready.max_seqs, max_tokens=ready.max_tokens_per_batch, max_model_len=ready.max_model_len,
         num_blocks=ready.num_kv_blocks + 1, block_size=ready.block_size, eos_token_ids=tuple(ready.eos_token_ids),
+        rotary_switch=ready.rotary_switch,
         policy=s.scheduling_policy, priority_strategy=s.priority_strategy,
         enable_chunked_prefill=s.enable_chunked_prefill, max_chunk=max(s.max_tokens_per_chunk_for_prefill, 0),
         enable_prefix_cache=kv.enable_prefix_cache, enable_in_batch_prefix_cache=kv.enable_in_batch_prefix_cache,

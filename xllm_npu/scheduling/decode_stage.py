@@ -28,6 +28,8 @@ class DecodeStage:
         if not ready.all():
             rows = rows[ready]
             start = start[ready]
+        if self._running.options.rotary_switch:
+            rows, start = self._recompute_outgrown(plan, rows, start)
         limit = min(plan.budget.tokens, plan.budget.seqs)
         if rows.size > limit:
             rows, start = rows[:limit], start[:limit]
@@ -43,6 +45,19 @@ class DecodeStage:
         context = int(start.sum()) if plan.budget.model else 0
         plan.budget.add_decodes(rows.size, context)
         plan.add_decodes(rows, start)
+
+    def _recompute_outgrown(self, plan: StepPlan, rows: I32, start: I32) -> tuple[I32, I32]:
+        """Rows that reach `rotary_switch` have keys that are wrong from now on: they give way and come back as prompts.
+
+        One that came longer than the switch never decodes at this position.
+        """
+        outgrown = start == self._running.options.rotary_switch
+        for row in rows[outgrown].tolist():
+            sequence = self._running.by_row[row]
+            assert sequence is not None
+            self._preemption.preempt(sequence)
+            plan.gave_way = True
+        return rows[~outgrown], start[~outgrown]
 
     def _shared(self, rows: I32, start: I32) -> npt.NDArray[np.bool_]:
         """Which rows would write into a block that a fork shares. Those that own theirs are never asked again."""

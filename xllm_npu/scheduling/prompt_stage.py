@@ -75,7 +75,7 @@ class PromptStage:
             row = self._running.place_fork(sibling, lead)
             self._running.table.last_step[row] = plan.step_id
             plan.forks.append((lead, sibling))
-            plan.admitted.append(_admission(sibling))
+            plan.admitted.append(self._admission(sibling))
 
     def admit(self, plan: StepPlan, now: float) -> None:
         """Give waiting sequences rows and their first chunk, in order, until one does not fit."""
@@ -88,7 +88,7 @@ class PromptStage:
             request = sequence.request
             cached = running.place(sequence)
             running.blocks.prefix.count(len(sequence.tokens), cached)
-            admission = _admission(sequence)
+            admission = self._admission(sequence)
             if not self.take_chunk(plan, sequence, self.chunk_limit()):
                 running.leave(sequence)  # no budget for it in this step: back to the head of the queue
                 self._waiting.push(sequence)
@@ -131,14 +131,15 @@ class PromptStage:
         chunk_blocks = min(whole - hits, 1) if self._may_chunk(len(sequence.tokens)) else whole - hits
         return chunk_blocks <= blocks.num_available - unreferenced
 
-
-def _admission(sequence: Sequence) -> RowAdmission:
-    """What the worker needs to sample for the sequence; token history only where a processor looks at it."""
-    p = sequence.request.message.params
-    history = bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.bad_words_token_ids)
-    n = sequence.num_prompt
-    return RowAdmission(
-        row=sequence.row, sequence_index=sequence.index, params=p, stop_ids=sequence.stop_ids,
-        prompt=sequence.tokens[:n].tobytes() if history else b"",
-        output=sequence.tokens[n:].tobytes() if history else b"",
-    )
+    def _admission(self, sequence: Sequence) -> RowAdmission:
+        """What the worker needs to sample for the sequence; token history only where a processor looks at it."""
+        p = sequence.request.message.params
+        history = bool(
+            p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.bad_words_token_ids)
+        n = sequence.num_prompt
+        return RowAdmission(
+            row=sequence.row, sequence_index=sequence.index, params=p, stop_ids=sequence.stop_ids,
+            prompt=sequence.tokens[:n].tobytes() if history else b"",
+            output=sequence.tokens[n:].tobytes() if history else b"",
+            second_rotation=0 < self._options.rotary_switch < len(sequence.tokens),
+        )

@@ -89,7 +89,7 @@ class RunningSet:
         row = self._fill_row(sibling)
         self.blocks.fork(source.row, row)
         self.table.num_computed[row] = self.table.num_computed[source.row]
-        sibling.chain = source.chain.copy()
+        sibling.chain, sibling.root = source.chain.copy(), source.root
         sibling.num_indexed = source.num_indexed
         self.maybe_shared.update((source.row, row))
         self.start_decode(sibling)
@@ -170,7 +170,7 @@ class RunningSet:
         assert sequence is not None
         known = min(int(t.num_tokens[row]), int(t.num_computed[row]))
         if self.options.enable_prefix_cache and sequence.request.prompt_logprobs is None:
-            self.blocks.prefix.extend_chain(sequence.chain, sequence.request.root, t.token_ids[row], known)
+            self.blocks.prefix.extend_chain(sequence.chain, sequence.root, t.token_ids[row], known)
             self.index_prompt_blocks(sequence, known)
         if sequence.state is not SequenceState.FINISHED:  # preempted: it will come back with what it knows
             sequence.tokens = t.row_tokens(row).copy()

@@ -55,7 +55,7 @@ class Scheduler:
         self.policy = get_policy(options.policy)
         self.running = RunningSet(options)
         starve_seconds = options.starve_seconds if options.enable_starve_prevent else None
-        self.waiting = WaitingQueue(starve_seconds, self.running.blocks.prefix)
+        self.waiting = WaitingQueue(starve_seconds, self.running.blocks.prefix, options.rotary_switch)
         self.requests: dict[int, Request] = {}
         self.stats = EngineStats()
         self._strategy = get_strategy(options.priority_strategy)
@@ -76,8 +76,7 @@ class Scheduler:
         params = message.params
         prompt = message.prompt_token_ids
         self._arrivals += 1
-        root = self.running.blocks.prefix.root(message.cache_salt)
-        request = Request(message, prompt, root, self._arrivals, enqueue_time=time.monotonic())
+        request = Request(message, prompt, self._arrivals, enqueue_time=time.monotonic())
         max_total = max_total_tokens(params, len(prompt), self.options.max_model_len)
         stop_ids = stop_token_ids(params, self.options.eos_token_ids)
         offline, rank = int(message.offline), self._strategy(message)
@@ -162,7 +161,7 @@ class Scheduler:
         """The next step, or None if nothing can be scheduled before a step in flight has been processed."""
         now = time.monotonic()
         plan = self._plan(now)
-        while plan.empty and not self._in_flight and self._preemption.relieve():
+        while plan.empty and not self._in_flight and (plan.gave_way or self._preemption.relieve()):
             plan = self._plan(now)  # blocks were held by sequences that could not go on; one gave way
         if plan.empty:
             return None

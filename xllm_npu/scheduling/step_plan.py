@@ -24,6 +24,7 @@ class StepPlan:
         self.copies: list[tuple[int, int]] = []
         self.admitted: list[RowAdmission] = []
         self.forks: list[tuple[Sequence, Sequence]] = []  # source, sibling
+        self.gave_way = False  # decodes left their rows to be computed anew: planning again may find work
 
     @property
     def has_prefill(self) -> bool:

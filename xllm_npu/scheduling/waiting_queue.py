@@ -15,12 +15,13 @@ from xllm_npu.state.request import Sequence, SequenceState
 
 
 class WaitingQueue:
-    def __init__(self, starve_seconds: float | None, prefix: PrefixCache) -> None:
+    def __init__(self, starve_seconds: float | None, prefix: PrefixCache, rotary_switch: int = 0) -> None:
         self._heap: list[Sequence] = []
         self._oldest: deque[Sequence] = deque()  # by the time they were pushed; removed ones skipped lazily
         self._members: set[Sequence] = set()
         self._starve_seconds = starve_seconds
         self._prefix = prefix
+        self._switch = rotary_switch
 
     def __len__(self) -> int:
         return len(self._members)
@@ -37,7 +38,10 @@ class WaitingQueue:
         sequence.state = SequenceState.WAITING
         if self._prefix.enabled:
             count = len(sequence.tokens)
-            self._prefix.extend_chain(sequence.chain, sequence.request.root, sequence.tokens, count)
+            root = self._prefix.root(sequence.request.message.cache_salt, second=0 < self._switch < count)
+            if root != sequence.root:
+                sequence.root, sequence.chain = root, []
+            self._prefix.extend_chain(sequence.chain, root, sequence.tokens, count)
         self._members.add(sequence)
         heapq.heappush(self._heap, sequence)
         self._oldest.append(sequence)

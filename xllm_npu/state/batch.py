@@ -28,6 +28,7 @@ class RowAdmission(msgspec.Struct, array_like=True, kw_only=True):
     stop_ids: list[int]  # suppressed until min_tokens; EOS included
     prompt: bytes = b""  # int32; only if a penalty or bad word looks at it
     output: bytes = b""  # int32; tokens generated before a preemption, likewise
+    second_rotation: bool = False  # the sequence is past SchedulerOptions.rotary_switch
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,7 @@ class Sequence:
     preempt_requested: bool = False  # leaves its row once its last step has ended
     fork_on_sample: bool = False  # the siblings wait for its first sample
     chain: list[bytes] = field(default_factory=list)  # hashes of its full blocks
+    root: bytes = b""  # that the chain starts from; see WaitingQueue.push
     num_indexed: int = 0  # blocks of the row that went through the prefix index
     order: tuple[int, float, int, int] = (0, 0.0, 0, 0)  # offline, rank, arrival, index: smaller runs first
 
@@ -56,7 +57,6 @@ class Sequence:
 class Request:
     message: AddRequest
     prompt: Tokens
-    root: bytes  # of the prefix hash chain; depends on the salt
     arrival: int  # a counter: order of arrival
     sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0

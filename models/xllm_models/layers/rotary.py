@@ -6,24 +6,21 @@ grows with the sequence: position p is rotated with the base for a sequence of p
 the same for generated tokens, and rotates all of a prompt longer than `max_position_embeddings` with the base for
 its full length; there the two differ, and equal prefixes of different prompts would differ in transformers.
 
-longrope has two sets of frequencies, and transformers rotates a whole sequence anew when it outgrows the first. Here
-all sequences of a model share one: the second where they may become longer than the original length, else the first.
-So the numbers are transformers' for every sequence where the limit is the original length or below, and for those
-longer than it elsewhere.
+longrope has two sets of frequencies: transformers rotates a whole sequence with the first, and anew with the second as
+soon as it is longer than the original length. Where sequences may become so long the table has two rows a position,
+2p for the first set and 2p + 1 for the second, and `switch` says that whoever makes positions must choose, and compute
+a sequence anew that crosses it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import torch
 
 from xllm_models.config import RopeConfig
 from xllm_models.placement import Placement
-
-log = logging.getLogger(__name__)
 
 _GROW = 4096  # positions by which the table grows at least
 
@@ -36,22 +33,25 @@ class RotaryTable:
         self.rope, self.rotary_dim, self.longest = rope, int(head_dim * rope.partial_rotary_factor), longest
         self.cos_sin = torch.empty(0, self.rotary_dim, dtype=torch.float32, device=device)
 
+    @property
+    def switch(self) -> int:
+        """Tokens a sequence may have with the first of two sets of frequencies; 0: there is one set for all."""
+        original = self.rope.original_max_position_embeddings
+        return original if self.rope.type == "longrope" and self.longest > original else 0
+
     def limit(self, longest: int) -> None:
         """No sequence will have more positions than these, which become valid all at once."""
         assert self.cos_sin.shape[0] == 0 or longest <= self.longest, "cached keys would be rotated otherwise"
         self.longest = longest if self.cos_sin.shape[0] == 0 else self.longest
-        original = self.rope.original_max_position_embeddings
-        if self.rope.type == "longrope" and longest > original:
-            log.info("longrope: all sequences use the frequencies for long contexts; with a max_model_len of %d or "
-                     "below they use those for short ones", original)
         self.reserve(longest)
 
     def reserve(self, num_positions: int) -> None:
         """Make positions 0..num_positions-1 valid. Growing moves the table: graphs need it reserved before capture."""
-        if num_positions <= self.cos_sin.shape[0]:
+        there = self.cos_sin.shape[0] // (2 if self.switch else 1)
+        if num_positions <= there:
             return
-        count = max(num_positions, self.cos_sin.shape[0] + _GROW)
-        table = cos_sin_table(self.rope, self.rotary_dim, count, self.longest).to(self.cos_sin.device)
+        count = max(num_positions, there + _GROW)
+        table = cos_sin_table(self.rope, self.rotary_dim, count, self.switch > 0).to(self.cos_sin.device)
         table[: self.cos_sin.shape[0]] = self.cos_sin  # bit for bit what cached keys were rotated with
         self.cos_sin = table
 
@@ -76,8 +76,8 @@ def reordered(placement: Placement, order: torch.Tensor) -> Placement:
     return dataclasses.replace(placement, store=store)
 
 
-def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int, longest: int = 0) -> torch.Tensor:
-    """[num_positions, rotary_dim] float32 on the CPU."""
+def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int, both: bool = False) -> torch.Tensor:
+    """[num_positions, rotary_dim] float32 on the CPU; [2 * num_positions, rotary_dim] with `both` sets of longrope."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     if rope.type == "dynamic":
         limit = rope.original_max_position_embeddings
@@ -85,10 +85,9 @@ def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int, longest
         beyond = positions[limit:, None]
         angles = torch.cat((angles, beyond * _dynamic_frequencies(rope, rotary_dim, beyond + 1)))
     elif rope.type == "longrope":
-        long = longest > rope.original_max_position_embeddings
-        factors = torch.tensor(rope.long_factor if long else rope.short_factor)
+        sets = [rope.short_factor, rope.long_factor] if both else [rope.short_factor]
         powers = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-        angles = positions[:, None] * (1.0 / (factors * powers))
+        angles = (positions[:, None, None] * (1.0 / (torch.tensor(sets) * powers))).flatten(0, 1)
     else:
         angles = positions[:, None] * _FREQUENCIES[rope.type](rope, rotary_dim)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.cos_sin_scale

@@ -19,8 +19,9 @@ class BlockHashes:
         self.block_size = block_size
         self._seed = seed
 
-    def root(self, salt: str) -> bytes:
-        return xxhash.xxh3_128_digest(salt.encode(), seed=self._seed)
+    def root(self, salt: str, second: bool = False) -> bytes:
+        """`second`: of sequences whose keys are rotated otherwise, which share nothing with the rest."""
+        return xxhash.xxh3_128_digest(salt.encode() + b"\xff" * second, seed=self._seed)  # 0xff is in no UTF-8
 
     def extend_chain(self, chain: list[bytes], root: bytes, tokens: Tokens, num_tokens: int) -> None:
         """Append the hashes of the full blocks of tokens[:num_tokens] that `chain` does not have yet."""
