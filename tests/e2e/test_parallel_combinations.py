@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from xllm_models.hub import resolve_model
 
+from tests.docs.markdown import blocks
 from tests.support.greedy import Case, ask_server, differences, make_prompts, reference
 from tests.support.server import ServerProcess
 from tests.support.tiny_model import make_tiny_model
@@ -28,17 +29,19 @@ CONFIG = {
     "qwen3": {}, "deepseek_v3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
-DENSE = {"tp 2": ("--tp-size", "2"), "dp 2": ("--dp-size", "2"), "tp 2, dp 2": ("--tp-size", "2", "--dp-size", "2")}
-EXPERTS = {
-    **DENSE,
-    "ep 2": ("--tp-size", "2", "--ep-size", "2"),
-    "dp 2, ep 2": ("--dp-size", "2", "--ep-size", "2"),
-    "dp 2, ep 2, rows sent": ("--dp-size", "2", "--ep-size", "2", "--expert-parallel-degree", "2"),
-    "tp 2, dp 2, ep 4, balanced": ("--tp-size", "2", "--dp-size", "2", "--ep-size", "4", "--enable-eplb",
-                                   "--eplb-update-interval", "4", "--eplb-update-threshold", "1"),
-}
+BALANCE_OFTEN = ("--eplb-update-interval", "4", "--eplb-update-threshold", "1")
+
+
+def documented(kind: str) -> dict[str, tuple[str, ...]]:
+    """Flags of the launch lines in docs/parallelism.md, by themselves as text."""
+    (block,) = [b for b in blocks("docs/parallelism.md") if b.info == ("bash", kind)]
+    return {" ".join(flags): tuple(flags) for flags in (line.split()[3:] for line in block.text.splitlines())}
+
+
+DENSE, EXPERTS = documented("ranks"), documented("experts")
 ALL = [("qwen3", way) for way in DENSE] + list(itertools.product(("qwen3_moe", "deepseek_v3"), EXPERTS))
-FEW = [("qwen3", "dp 2"), ("qwen3_moe", "tp 2, dp 2, ep 4, balanced"), ("deepseek_v3", "dp 2, ep 2")]
+FEW = [("qwen3", "--dp-size 2"), ("qwen3_moe", "--tp-size 2 --dp-size 2 --ep-size 4 --enable-eplb"),
+       ("deepseek_v3", "--dp-size 2 --ep-size 2")]
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +74,13 @@ def check(directory, cases: list[Case], tmp_path, *flags: str) -> dict[str, floa
 
 def check_tiny(checkpoint, tmp_path, name: str, way: str) -> None:
     directory, cases = checkpoint(name)
-    tp = 2 if "tp 2" in way or way == "ep 2" else 1
-    metrics = check(directory, cases, tmp_path, *EXPERTS[way], "--max-tokens-per-chunk-for-prefill", "24",
+    tp = 2 if "--tp-size 2" in way else 1
+    flags = EXPERTS[way] + (BALANCE_OFTEN if "--enable-eplb" in way else ())
+    metrics = check(directory, cases, tmp_path, *flags, "--max-tokens-per-chunk-for-prefill", "24",
                     "--max-tokens-per-batch", "64", "--max-cache-size", str(BLOCKS * BLOCK_BYTES[name][tp]),
                     "--prefill-scheduling-memory-usage-threshold", "1.0")
     assert metrics["num_preemptions_total"] > 0
-    if "dp 2" in way:
+    if "--dp-size" in way:
         assert min(metrics[f"generation_tokens_total@{rank}"] for rank in (0, 1)) > 0
 
 
