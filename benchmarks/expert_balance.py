@@ -88,10 +88,10 @@ class RankCounts:
 
 def run(parallel: ParallelState, args: argparse.Namespace) -> dict[str, Any]:
     layers = build(config_of(args.experts), parallel)
-    interval = args.steps // 4
+    interval = args.steps // 8
     counts = RankCounts(layers, parallel.ep.size)
-    balancer = ExpertBalancer(layers, parallel, interval, 0.95) if parallel.experts.balanced else None
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    balancer = ExpertBalancer(layers, parallel, interval, 0.9) if parallel.experts.balanced else None
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # wall, this rank's CPU
     kept, before = [], 0.0
     for step in range(args.steps):
         generator = torch.Generator().manual_seed(step)
@@ -99,17 +99,17 @@ def run(parallel: ParallelState, args: argparse.Namespace) -> dict[str, Any]:
         hidden[:, 0] = 1
         moving = balancer is not None and balancer.moving
         barrier(parallel.world)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         out = torch.stack([layer(hidden) for layer in layers])
         if balancer is not None:
             balancer.after_step()
-        seconds[moving].append(time.perf_counter() - began)
+        seconds[moving].append((time.perf_counter() - began, time.process_time() - cpu))
         if step % COMPARED == 0:
             kept.append(out)
         if step == interval - 1:
             before = counts.busiest()
-        if step == 3 * interval:
-            counts.busiest()  # what counts is what follows
+        if step == 6 * interval or (step > 6 * interval and moving):
+            counts.busiest()  # what counts is what follows, when all experts have come
     updates = 0 if balancer is None else balancer.updates
     return {"outputs": torch.stack(kept), "before": before, "after": counts.busiest(), "seconds": seconds,
             "updates": updates}
@@ -129,11 +129,15 @@ def rank_main(rank: int, args: argparse.Namespace, directory: str, answers: Any)
     plain, balanced_run = found
     difference = float((plain["outputs"] - balanced_run["outputs"]).abs().max())
     times = balanced_run["seconds"]
+
+    def median_ms(moving: bool, which: int) -> float:
+        return 1e3 * statistics.median([pair[which] for pair in times[moving]] or [0.0])
+
     answers.put((rank, {
         "difference": difference, "before": balanced_run["before"], "after": balanced_run["after"],
         "unbalanced": plain["after"], "updates": balanced_run["updates"],
-        "normal_ms": 1e3 * statistics.median(times[False]),
-        "moving_ms": 1e3 * statistics.median(times[True]) if times[True] else 0.0, "moving_steps": len(times[True]),
+        "normal_ms": median_ms(False, 0), "moving_ms": median_ms(True, 0),
+        "normal_cpu_ms": median_ms(False, 1), "moving_cpu_ms": median_ms(True, 1), "moving_steps": len(times[True]),
     }))
 
 
@@ -175,6 +179,8 @@ def main() -> None:
           f"after {row['after']:.3f}")
     print(f"step, median ms              normal {row['normal_ms']:.2f}   while experts move {row['moving_ms']:.2f}   "
           f"({row['moving_ms'] / row['normal_ms']:.2f} times, {row['moving_steps']} steps)")
+    print(f"CPU of one rank, median ms   normal {row['normal_cpu_ms']:.2f}   while experts move "
+          f"{row['moving_cpu_ms']:.2f}   ({row['moving_cpu_ms'] / row['normal_cpu_ms']:.2f} times)")
     print(f"placements changed {row['updates']}, largest difference of any output {row['difference']:.1e}")
     if args.json:
         print(json.dumps({"benchmark": "expert_balance", "ranks": args.ranks, **row}))

@@ -30,7 +30,7 @@ def test_decode_model_times_a_model(tiny_dir):
 @pytest.mark.parametrize("more", [(), ("--all-to-all",)])
 def test_expert_balance_evens_ranks_out_and_changes_nothing(more):
     """Counted visits, not times: these figures are the same on every machine."""
-    last = run("benchmarks/expert_balance.py", "--steps", "48", "--rows", "32", "--experts", "32", "--json", *more)
+    last = run("benchmarks/expert_balance.py", "--steps", "96", "--rows", "16", "--experts", "32", "--json", *more)
     figures = json.loads(last.splitlines()[-1])
     assert figures["updates"] > 0
     assert figures["moving_steps"] > 0

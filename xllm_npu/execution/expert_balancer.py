@@ -32,7 +32,6 @@ class _Change:
     layer: int
     new: I64  # [R, S]
     moves: deque[Move]
-    at_once: int  # moves after one step
 
 
 class ExpertBalancer:
@@ -94,10 +93,7 @@ class ExpertBalancer:
         if layer == _DONE:
             self._looking = False
         elif layer >= 0:
-            moves = plan_moves(self.placements[layer].tolist(), new.tolist())
-            # All layers in half an interval, and at least one expert for each rank a step.
-            at_once = max(shape[0], -(-2 * len(moves) * len(self.layers) // self.interval))
-            self._change = _Change(layer, new, deque(moves), at_once)
+            self._change = _Change(layer, new, deque(plan_moves(self.placements[layer].tolist(), new.tolist())))
 
     def _plan(self) -> tuple[int, I64]:
         """The next layer that changes, and its placement; at most one is thought about. Rank 0 only."""
@@ -117,7 +113,8 @@ class ExpertBalancer:
         return _DONE, self.placements[0]
 
     def _move(self, change: _Change) -> None:
-        some = [change.moves.popleft() for _ in range(min(change.at_once, len(change.moves)))]
+        one_each = self.parallel.ep.size  # experts after one step: about one for each rank
+        some = [change.moves.popleft() for _ in range(min(one_each, len(change.moves)))]
         if some:
             self._mover.move(change.layer, some)
         if not change.moves:
