@@ -3,9 +3,11 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,15 +39,18 @@ def cluster() -> Iterator[str]:
     # Its nodes import our packages as this process does.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ[MARK] = OURS
+    os.environ |= {"RAY_TMPDIR": "/tmp", "TMPDIR": tempfile.mkdtemp(prefix="xray-")}  # paths of sockets are short
     made = Cluster(initialize_head=True, head_node_args={
         "num_cpus": CORES, "include_dashboard": False, "object_store_memory": 80 * 2**20})
     made.add_node(num_cpus=CORES, object_store_memory=80 * 2**20)
     os.environ["RAY_ADDRESS"] = made.address
     ray.init(made.address, log_to_driver=False)
     yield made.address
-    del os.environ["RAY_ADDRESS"]
+    for name in ("RAY_ADDRESS", "RAY_TMPDIR", MARK):
+        del os.environ[name]
     ray.shutdown()
     made.shutdown()
+    shutil.rmtree(os.environ.pop("TMPDIR"), ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +80,8 @@ def agents() -> list[psutil.Process]:
 
 def everything_is_given_back() -> bool:
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-    return ray.available_resources().get("CPU") == 2 * CORES and not groups and not agents()
+    left = list(Path(os.environ["TMPDIR"]).glob("xllm-npu-*"))
+    return ray.available_resources().get("CPU") == 2 * CORES and not groups and not agents() and not left
 
 
 def test_tokens_and_a_clean_end(serve, cases):

@@ -168,6 +168,8 @@ def main() -> int:
         from xllm_npu.master.engine_loop import EngineLoop
 
         loop = EngineLoop.create(settings, ThrottledProgress(channel), init)
+        if init.node:  # its sockets are connected; an agent that is killed together with this process leaves nothing
+            shutil.rmtree(init.directory, ignore_errors=True)
         freeze_start_up()
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
