@@ -18,9 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.docs.markdown import blocks
+from tests.support import spread_models
 from tests.support.greedy import ask_server, differences, reference
 from tests.support.machines import ENGINE, WORKER
 from tests.support.server import ServerProcess, poll
+from tests.support.spread_models import SpreadModels, tight
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess]
 ray = pytest.importorskip("ray", reason="needs the extra [ray]")
@@ -62,6 +64,11 @@ def cases(tiny_dir: Path):
     return reference(model, prompts, NEW_TOKENS)
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> SpreadModels:
+    return SpreadModels(tmp_path_factory.mktemp("models"))
+
+
 @pytest.fixture
 def serve(cluster, tiny_dir, tmp_path) -> Callable[..., ServerProcess]:
     return lambda *flags: ServerProcess(tiny_dir, tmp_path, *(flags or FLAGS), ready=False, uds=True)
@@ -92,6 +99,20 @@ def test_tokens_and_a_clean_end(serve, cases):
         assert differences(cases, ask_server(server.url, cases, NEW_TOKENS, uds=server.uds)) == []
         assert len(agents()) >= 4  # two actors, an engine, a worker
         assert server.stop() == 0
+    poll(everything_is_given_back, "the cluster to have everything back")
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("qwen3", ("--dp-size", "2")), ("qwen3_moe", ("--tp-size", "2", "--ep-size", "2")),
+    ("deepseek_v3", ("--dp-size", "2", "--ep-size", "2")),
+])
+def test_models_of_every_kind(cluster, models, tmp_path, name, flags):
+    directory, cases = models.tiny(name)
+    flags = (*tight(name, flags), "--placement", "ray", "--platform", "cpu")
+    with ServerProcess(directory, tmp_path, *flags, ready=False, uds=True) as server:
+        server.wait_ready()
+        assert differences(cases, ask_server(server.url, cases, spread_models.NEW_TOKENS, uds=server.uds)) == []
+        assert server.metrics()["num_preemptions_total"] > 0
     poll(everything_is_given_back, "the cluster to have everything back")
 
 
