@@ -12,7 +12,8 @@ from xllm_models.attention.torch_mla import TorchMla
 from xllm_models.config import ModelConfig
 from xllm_models.mla_config import MlaConfig
 
-from xllm_npu.execution.worker_loader import LoadError, _attention_backend, _graph_sizes
+from xllm_npu.execution.load_plan import choose_attention, graph_sizes
+from xllm_npu.execution.model_loader import LoadError
 
 CONFIG = ModelConfig(
     architecture="Gemma2ForCausalLM", model_type="gemma2", vocab_size=8, hidden_size=8, intermediate_size=8,
@@ -26,7 +27,7 @@ LATENT = dataclasses.replace(CONFIG, mla=MlaConfig(
 def choose(asked, offered, *needs, config=CONFIG):
     settings = SimpleNamespace(execution=SimpleNamespace(attention_backend=asked))
     platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(attention_backends=offered))
-    return _attention_backend(settings, platform, config, frozenset(needs))
+    return choose_attention(settings, platform, config, frozenset(needs))
 
 
 @pytest.mark.parametrize(("asked", "offered", "needs", "expected"), [
@@ -66,4 +67,4 @@ def test_latent_attention_that_cannot_be_captured_is_refused():
     settings = SimpleNamespace(execution=SimpleNamespace(enable_graph=True))
     platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(graph="capture"))
     with pytest.raises(LoadError, match=r"attention backend TorchMla .*: turn enable_graph off"):
-        _graph_sizes(settings, platform, TorchMla, None)
+        graph_sizes(settings, platform, TorchMla, None)

@@ -1,0 +1,139 @@
+"""What a worker will be, decided before its memory is taken: dtype, step sizes, attention backend, KV blocks, graphs.
+
+Each function answers one question from settings, model and platform, or refuses with a message that says which setting
+to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xllm_models.attention.base import PagedBackend
+from xllm_models.backends import attention_for, falls_back
+from xllm_models.config import ModelConfig
+from xllm_platform.base import Platform, PlatformError
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.model_loader import LoadError
+from xllm_npu.execution.rank import Rank
+from xllm_npu.memory.kv_capacity import CacheRequest, CacheTooSmall, longest_sequence, num_kv_blocks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class StepShape:
+    """Sizes that follow from settings, model and device together."""
+
+    max_model_len: int
+    max_seqs: int
+    max_tokens: int
+    block_size: int
+
+
+def choose_dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch.dtype:
+    name = config.torch_dtype if settings.model.dtype == "auto" else settings.model.dtype
+    offered = platform.capabilities.dtypes
+    if name not in offered:
+        known = ", ".join(offered)
+        raise LoadError(f"Platform {platform.name} does not compute in {name}: set --dtype to one of {known}.")
+    return getattr(torch, name)
+
+
+def step_shape(settings: Settings, config: ModelConfig, platform: Platform) -> StepShape:
+    s, asked, longest = settings.scheduler, settings.model.max_model_len, config.max_context_length
+    if asked is not None and asked > longest:
+        raise LoadError(f"max_model_len is {asked} and the model's positions end at {longest}: lower max_model_len.")
+    length = asked or longest
+    max_tokens = s.max_tokens_per_batch
+    if s.enable_chunked_prefill and "max_tokens_per_batch" not in s.model_fields_set:
+        max_tokens = platform.capabilities.default_tokens_per_batch or max_tokens
+    if not s.enable_chunked_prefill and max_tokens < length:
+        if asked is not None:
+            raise LoadError(f"Without chunked prefill a prompt must fit into one step: raise max_tokens_per_batch "
+                            f"({max_tokens}) to max_model_len ({length}), or lower max_model_len.")
+        length = max_tokens
+    return StepShape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, settings.kv_cache.block_size)
+
+
+def choose_attention(
+    settings: Settings, platform: Platform, config: ModelConfig, needs: frozenset[str]
+) -> type[PagedBackend]:
+    """The one asked for, or the platform's first that has what the model's attention `needs`."""
+    name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
+    if name != "auto" and name not in offered:
+        raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
+                        f"set --attention_backend to one of {', '.join(offered)}.")
+    backends = {one: attention_for(config, one) for one in offered}
+    able = [one for one in offered if needs <= backends[one].features]
+    lacking = " and ".join(sorted(needs))
+    if not able:
+        raise LoadError(f"The model's attention has {lacking}, and no attention backend of platform {platform.name} "
+                        f"({', '.join(offered)}) has it: serve it on another platform.")
+    if name == "auto":
+        name = next((one for one in able if not falls_back(config, one)), able[0])
+    if name not in able:
+        raise LoadError(f"The model's attention has {lacking}, and attention backend {name} has not: "
+                        f"set --attention_backend to auto or to one of {', '.join(able)}.")
+    if falls_back(config, name):
+        log.warning("attention backend %s has no latent attention: plain torch attends instead, more slowly", name)
+    return backends[name]
+
+
+def cache_blocks(
+    settings: Settings, rank: Rank, platform: Platform, backend: type[PagedBackend], spec: Any,
+    config: ModelConfig, shape: StepShape,
+) -> tuple[int, StepShape]:
+    """Blocks (the dummy included); the shape, with a max_model_len nobody asked for cut to what the cache holds."""
+    kv, memory = settings.kv_cache, platform.memory_info()
+    explicit = "max_memory_utilization" in kv.model_fields_set
+    sharers = rank.ranks_here if platform.capabilities.shared_memory else 1
+    blocks = num_kv_blocks(CacheRequest(
+        bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
+        max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free // sharers,
+        total_bytes=memory.total // sharers,
+        workspace_bytes=_workspace_bytes(config, shape, settings.parallel.dp_size),
+        utilization=kv.max_memory_utilization,
+        max_cache_bytes=kv.max_cache_size,
+        soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
+    ))
+    longest = longest_sequence(blocks, shape.block_size)
+    if longest >= shape.max_model_len:
+        return blocks, shape
+    if settings.model.max_model_len is not None:
+        raise CacheTooSmall(f"The KV cache holds {longest} tokens and max_model_len is {shape.max_model_len}: lower "
+                            f"max_model_len, or raise max_cache_size or max_memory_utilization.")
+    log.warning("max_model_len is lowered from %d to %d, what the KV cache holds", shape.max_model_len, longest)
+    return blocks, dataclasses.replace(shape, max_model_len=longest)
+
+
+def _workspace_bytes(config: ModelConfig, shape: StepShape, dp_size: int) -> int:
+    """A generous bound on what the largest step needs beside weights and cache: activations, logits, sampling."""
+    widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.attention_width
+    experts = 0
+    if config.moe is not None:  # rows of all data-parallel ranks may come here, each for all of its experts
+        experts = dp_size * (config.hidden_size * 3 + config.moe.top_k * config.moe.intermediate_size * 3)
+    return shape.max_tokens * (widest + experts) * 4 + shape.max_seqs * config.vocab_size * 4 * 3
+
+
+def graph_sizes(
+    settings: Settings, platform: Platform, backend: type[PagedBackend], shape: StepShape
+) -> list[int]:
+    if not settings.execution.enable_graph:
+        return []
+    capabilities = platform.capabilities
+    if capabilities.graph == "none":
+        raise PlatformError(f"Platform {platform.name} has no graph mode: turn enable_graph off.")
+    if capabilities.graph == "capture" and not backend.capture_safe:
+        raise LoadError(f"The attention backend {backend.__name__} reads lengths on the host and cannot be captured "
+                        "in a graph: turn enable_graph off.")
+    if capabilities.graph == "capture" and settings.parallel.expert_parallel_degree == 2:
+        raise LoadError("With expert_parallel_degree=2 devices tell each other in each layer how many tokens come, "
+                        "which no graph can hold: turn enable_graph off, or set expert_parallel_degree to 1.")
+    wanted = settings.execution.graph_batch_sizes or capabilities.default_graph_sizes
+    limit = min(shape.max_seqs, settings.execution.max_tokens_for_graph_mode)
+    return sorted({min(size, limit) for size in wanted})
