@@ -7,6 +7,7 @@ else to stderr. Everything heavy is imported by the verb that needs it: help, ve
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import sys
@@ -173,6 +174,7 @@ def _prepare(loaded: Loaded) -> None:
 
 def _serve(loaded: Loaded, options: ServeOptions) -> int:
     _prepare(loaded)
+    _look_around(loaded)
     if loaded.settings.distributed.node_rank > 0:
         from xllm_npu.master.cluster.serve_node import run_node
 
@@ -180,6 +182,15 @@ def _serve(loaded: Loaded, options: ServeOptions) -> int:
     from xllm_npu.service.server import run_server
 
     return run_server(loaded.settings)
+
+
+def _look_around(loaded: Loaded) -> None:
+    """Logs what `doctor` would find at a glance, where there is something to do about it."""
+    from xllm_npu.doctor.examination import quick_look
+
+    for finding in quick_look(loaded.settings):
+        if finding.mark != "ok":
+            logging.getLogger("xllm_npu.doctor").warning(finding.sentence())
 
 
 def _generate(loaded: Loaded, options: GenerateOptions) -> int:
@@ -325,14 +336,15 @@ def _config(loaded: Loaded, options: ReportOptions) -> int:
 
 
 def _doctor(loaded: Loaded, options: ReportOptions) -> int:
-    from xllm_npu.doctor import examine
+    from xllm_npu.doctor.examination import examine
+    from xllm_npu.doctor.finding import can_serve
 
     findings = examine(loaded.settings)
     if options.json_output:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False, indent=2))
     else:
         print("\n".join(finding.text() for finding in findings))
-    return FAILED if any(finding.mark == "problem" for finding in findings) else DONE
+    return DONE if can_serve(findings) else FAILED
 
 
 VERBS: dict[str, Verb] = {

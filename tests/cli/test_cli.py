@@ -157,6 +157,18 @@ def test_serve_hands_over_the_settings_and_its_exit_code(monkeypatch, capsys, tm
     assert json.loads(dump.read_text()) == {"model": "m", "port": 5}
 
 
+def test_serve_says_first_what_is_wrong_with_the_machine(monkeypatch, capsys):
+    from xllm_npu.doctor import examination
+    from xllm_npu.doctor.finding import Finding
+
+    look = [Finding("ok", "a", "fine", "yes"), Finding("problem", "b", "driver", "old", "it hangs", "renew it")]
+    monkeypatch.setattr(examination, "quick_look", lambda settings: look)
+    monkeypatch.setitem(sys.modules, "xllm_npu.service.server", types.SimpleNamespace(run_server=lambda settings: 0))
+    assert cli.main(["serve", "m"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" W doctor: driver: old; it hangs; renew it")
+
+
 def test_generate_prints_text_only(fake_llm, capsys):
     words = ["generate", "m", "--prompt", "one, two", "--max-tokens=3", "--temperature", "0.5", "--stop", "a,b"]
     assert cli.main([*words, "--max-model-len", "64"]) == 0

@@ -1,0 +1,1 @@
+"""`xllm-npu doctor`: can this machine serve, and what would make it better."""
