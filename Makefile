@@ -11,13 +11,17 @@ ARGS ?=
 # For pytest: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
 
+# For `make test-npu`; torch-npu and the CPU's torch live apart.
+NPU_VENV ?= .venv-npu
+
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+NPU_INSTALLED := $(NPU_VENV)/.installed-npu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full test-ray lint bench-host clean
+.PHONY: help serve install install-dev test test-full test-ray test-npu lint bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +41,9 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 	$(PIP) -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
+test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m npu_lab tests/npu_lab $(PYTEST_ARGS)
+
 lint: install-dev  ## ruff, mypy, import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -52,12 +59,12 @@ clean:  ## caches and build outputs; the virtual environment stays (delete $(VEN
 install: $(INSTALLED)
 install-dev: $(INSTALLED_DEV)
 
-$(BIN)/python:
+$(BIN)/python $(NPU_VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name" \
 	    "yours, e.g. make PYTHON=/usr/bin/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "xllm-npu needs Python 3.11 or newer" \
 	    "and $(PYTHON) is $$($(PYTHON) -V 2>&1): name a newer one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -66,3 +73,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $(INSTALLED) $@
+
+$(NPU_INSTALLED): pyproject.toml constraints-npu.txt | $(NPU_VENV)/bin/python
+	$(NPU_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-npu.txt -e '.[dev]' torch-npu
+	@touch $@

@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several processes that form a torch.distributed world over gloo.
+"""Runs a function of a test module in several processes that form a torch.distributed world (over gloo).
 
     answers = run_ranks(function, 2, "an argument")  # in the test
 
@@ -41,12 +41,12 @@ class World:
         self._joined = 0
 
     @contextlib.contextmanager
-    def join(self, **layout: Any) -> Iterator[ParallelState]:
+    def join(self, backend: str = "gloo", **layout: Any) -> Iterator[ParallelState]:
         """`layout`: the fields of ParallelInit beyond rank, world and meeting place."""
         self._joined += 1
         init = ParallelInit(rank=self.rank, world_size=self.size, timeout_seconds=self.timeout,
                             init_method=f"file://{self.directory}/meet-{self._joined}", **layout)
-        parallel = ParallelState.initialize(init, "gloo")
+        parallel = ParallelState.initialize(init, backend)
         try:
             yield parallel
         except BaseException:
@@ -77,7 +77,8 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout:
 
 def _start(task: dict[str, Any], rank: int, directory: str) -> subprocess.Popen[bytes]:
     roots = [ROOT, *(ROOT / name for name in ("platform", "kernels_npu", "models"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, roots))}
+    paths = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with Path(directory, f"output-{rank}").open("wb") as output:
         return subprocess.Popen([sys.executable, "-m", "tests.support.ranks", json.dumps({**task, "rank": rank})],
                                 cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

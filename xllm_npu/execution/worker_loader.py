@@ -192,8 +192,8 @@ def _default_sampling(config: ModelConfig) -> dict[str, float]:
 def _select_platform(settings: Settings, rank: Rank) -> Platform:
     platform = select(settings.execution.platform)
     shared = platform.capabilities.shared_memory
-    platform.set_device(0 if shared else max(rank.slot.device, settings.execution.device_id, 0))
     platform.configure_process(settings.execution.num_threads or None, rank.ranks_here)
+    platform.set_device(0 if shared else max(rank.slot.device, settings.execution.device_id, 0))
     return platform
 
 

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 from typing import Any
 
 from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
@@ -90,6 +91,8 @@ class NpuPlatform(AcceleratorPlatform):
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if "torch" in sys.modules:  # it read the variable when it was loaded
+            importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
     def graph_backend(self) -> GraphBackend:
         runtime = self._runtime()

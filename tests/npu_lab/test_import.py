@@ -1,0 +1,54 @@
+"""The wheel imports over the fake CANN, has the operators that were written down, and says why where it cannot run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from xllm_platform import registry
+
+from tests.npu_lab import dump_schemas, run
+
+pytestmark = pytest.mark.npu_lab
+HERE = Path(__file__).parent
+PROBE = "from xllm_platform import registry; print(registry.probe('npu'))"
+
+
+def output(code: str, environment: dict[str, str]) -> str:
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_emulated_device_is_there() -> None:
+    assert registry.probe("npu").ok
+    assert torch.npu.device_count() == 1
+    assert torch.npu.get_device_name(0) == "Ascend910B3"
+
+
+def test_schemas_are_those_written_down() -> None:
+    assert dump_schemas.lines() == (HERE / "schemas.txt").read_text().splitlines()
+
+
+def test_without_a_device_the_probe_says_so() -> None:
+    answer = output(PROBE, run.environment(run.ZERO_DEVICES))
+    assert "sees no Ascend device" in answer
+
+
+def test_hidden_devices_are_named() -> None:
+    answer = output(PROBE, run.environment(run.ZERO_DEVICES) | {"ASCEND_RT_VISIBLE_DEVICES": "7"})
+    assert "ASCEND_RT_VISIBLE_DEVICES=7" in answer
+
+
+def test_without_cann_the_probe_says_so() -> None:
+    environment = run.environment(cann=None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    answer = output(PROBE, environment)
+    assert "CANN cannot be loaded" in answer
+    assert "set_env.sh" in answer
+
+
+def test_auto_takes_the_npu() -> None:
+    assert registry.select("auto").name == "npu"
