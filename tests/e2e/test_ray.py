@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.docs.markdown import blocks
 from tests.support import spread_models
 from tests.support.greedy import ask_server, differences, reference
-from tests.support.machines import ENGINE, WORKER
-from tests.support.server import ServerProcess, poll
+from tests.support.server import ENGINE, WORKER, ServerProcess, poll
 from tests.support.spread_models import SpreadModels, tight
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess]

@@ -16,16 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs.markdown import blocks
 from tests.support.greedy import Case, ask_server, differences, make_prompts, reference
-from tests.support.machines import (
-    ENGINE,
-    WORKER,
-    child_of,
-    loopback_machines,
-    network_machines,
-    start_lines,
-    start_nodes,
-)
-from tests.support.server import ServerProcess, poll
+from tests.support.machines import child_of, loopback_machines, network_machines, start_lines, start_nodes
+from tests.support.server import ENGINE, WORKER, ServerProcess, poll
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.multiprocess

@@ -18,8 +18,6 @@ import pytest
 from tests.support.server import ServerProcess, poll
 from xllm_npu.master.cluster.network import free_ports
 
-WORKER, ENGINE = "xllm_npu.execution.worker_process", "xllm_npu.master.engine_process"
-
 
 @dataclass(frozen=True)
 class Machine:
