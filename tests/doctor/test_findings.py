@@ -181,8 +181,10 @@ def test_a_good_server_has_nothing_to_report() -> None:
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_fault(code: str) -> None:
+def test_fault(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mark, words, break_it = FAULTS[code]
+    if code in examination.NOT_FOUND:
+        monkeypatch.setattr(registry, "probe_all", lambda: {**WORKS, "npu": Availability(False, "no device")})
     machine = ascend_server()
     break_it(machine)
     found = seen(machine, *words)
@@ -259,6 +261,29 @@ def test_other_platforms_do_not_care_about_the_npu() -> None:
     found = examination.examine(settings("--platform", "cpu"), machine)
     assert can_serve(found)
     assert machine.commands == []
+
+
+def test_what_is_elsewhere_is_no_problem_if_the_device_works() -> None:
+    machine = ascend_server()
+    machine.files = {f"{TRITON}/backends/ascend/compiler.py": ""}
+    machine.environment.clear()
+    found = seen(machine, *NPU)
+    assert {code: found[code].mark for code in ("npu.none", "driver.missing", "cann.missing")} == {
+        "npu.none": "note", "driver.missing": "note", "cann.missing": "note"
+    }  # fmt: skip
+    assert can_serve(found.values())
+
+
+def test_a_driver_that_was_installed_elsewhere() -> None:
+    machine = ascend_server()
+    for path in [path for path in machine.files if path.startswith("/usr/local/Ascend/driver")]:
+        machine.files[path.replace("/usr/local", "/opt")] = machine.files.pop(path)
+    installed = "UserName=hw\nUserGroup=hwgroup\nDriver_Install_Path_Param=/opt/Ascend\n"
+    machine.files["/etc/ascend_install.info"] = installed
+    machine.forbidden.add("/dev/davinci0")
+    found = seen(machine, *NPU)
+    assert found["driver"].found == "25.5.2"
+    assert found["devices.permission"].todo.startswith("usermod -aG hwgroup someone; ")
 
 
 def test_a_container_with_two_of_the_hosts_devices() -> None:

@@ -1,7 +1,7 @@
 """What of Ascend is on the machine, read from files: device nodes, driver, firmware, CANN. Judges nothing.
 
-Paths are those of the installers: /usr/local/Ascend for root, ~/Ascend otherwise; CANN before 8.5 is in
-ascend-toolkit/latest, later in cann. What its set_env.sh exports comes first.
+The driver's installer writes into /etc/ascend_install.info where it put it. CANN is in /usr/local/Ascend for root,
+in ~/Ascend otherwise; before 8.5 in ascend-toolkit/latest, later in cann. What its set_env.sh exports comes first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from xllm_npu.doctor.machine import Machine
 
-DRIVER = "/usr/local/Ascend/driver"
+INSTALLED = "/etc/ascend_install.info"
 MANAGEMENT_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 EXPORTED = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")  # by CANN's set_env.sh
 HUAWEI, ACCELERATOR = "0x19e5", "0x12"  # PCI vendor; class: processing accelerator
@@ -32,6 +32,8 @@ class Ascend:
     driver: dict[str, str] | None  # version.info of the driver
     firmware: dict[str, str] | None
     cann: Cann | None
+    driver_folder: str = "/usr/local/Ascend/driver"
+    group: str = "HwHiAiUser"  # that the device nodes belong to
 
     @property
     def present(self) -> bool:
@@ -42,12 +44,17 @@ def look(machine: Machine, *, pci: bool) -> Ascend:
     """`pci`: also ask the PCI bus (hundreds of small files), which shows cards without a driver."""
     nodes = [re.fullmatch(r"/dev/davinci(\d+)", path) for path in machine.matches("/dev/davinci[0-9]*")]
     numbers = tuple(sorted(int(node[1]) for node in nodes if node))
+    installed = _fields(machine.read(INSTALLED)) or {}
+    driver = f"{installed.get('Driver_Install_Path_Param') or '/usr/local/Ascend'}/driver"
+    firmware = f"{installed.get('Firmware_Install_Path_Param') or '/usr/local/Ascend'}/firmware"
     return Ascend(
         nodes=numbers,
         cards=_cards(machine) if pci and not numbers else 0,
-        driver=_fields(machine.read(f"{DRIVER}/version.info")),
-        firmware=_fields(machine.read("/usr/local/Ascend/firmware/version.info")),
+        driver=_fields(machine.read(f"{driver}/version.info")),
+        firmware=_fields(machine.read(f"{firmware}/version.info")),
         cann=find_cann(machine),
+        driver_folder=driver,
+        group=installed.get("UserGroup") or "HwHiAiUser",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from xllm_npu.doctor.ascend import DRIVER, MANAGEMENT_NODES, Ascend
+from xllm_npu.doctor.ascend import MANAGEMENT_NODES, Ascend
 from xllm_npu.doctor.finding import Finding, note, ok, problem
 from xllm_npu.doctor.machine import Machine
 from xllm_npu.doctor.npu_smi import Chip, Report, parse
@@ -39,8 +39,8 @@ def examine_nodes(machine: Machine, ascend: Ascend, settings: Settings) -> Itera
     if closed := [node for node in nodes if not machine.may_use(node)]:
         yield problem(
             "devices.permission", "devices", f"{machine.user()} may not use {', '.join(closed)}",
-            "they belong to the group that the driver was installed with, HwHiAiUser by default",
-            "add the user to that group; in a container, run as that user's number: --user 1000:1000",
+            f"they belong to the group that the driver was installed for, {ascend.group}",
+            f"usermod -aG {ascend.group} {machine.user()}; in a container, run as that user's number: --user 1000:1000",
         )  # fmt: skip
     yield from _visible(machine, ascend, settings)
 
@@ -114,8 +114,8 @@ def examine_chips(machine: Machine, ascend: Ascend, settings: Settings) -> Itera
         said = next((line.strip() for line in answer.text.splitlines() if line.strip()), "nothing")
         yield problem(
             "smi.failed", "npu-smi", f"says: {said[:200]}", "the driver does not reach a device",
-            f"check that the driver's libraries are found (LD_LIBRARY_PATH: {DRIVER}/lib64/common and .../driver), "
-            "that another container does not hold the devices, and dmesg",
+            f"check that {ascend.driver_folder}/lib64/common and .../driver are in LD_LIBRARY_PATH, that another "
+            "container does not hold the devices, and dmesg",
         )  # fmt: skip
     else:
         seen = visible(machine, ascend)

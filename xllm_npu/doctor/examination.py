@@ -1,12 +1,13 @@
 """Which checks are made when: `examine` all of them, `quick_look` those that take milliseconds.
 
 NPU checks count where an NPU is here or asked for; on other machines what is installed for one is looked at all the
-same, and faults of it are notes.
+same, and faults of it are notes. What is not where it is looked for is a note too, if torch_npu sees a device: then it
+is elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from xllm_npu.doctor import host
@@ -22,24 +23,28 @@ from xllm_npu.doctor.tuning import examine_tuning
 if TYPE_CHECKING:
     from xllm_npu.config.settings import Settings
 
+NOT_FOUND = ("npu.none", "driver.missing", "cann.missing", "cann.not-sourced")
+
 
 def examine(settings: Settings, machine: Machine | None = None) -> list[Finding]:
     """Everything. Takes seconds: imports torch and starts npu-smi."""
     machine = machine or ThisMachine()
     wanted = settings.execution.platform
     ascend = look(machine, pci=True)
-    findings = [*host.examine_packages(machine), *host.examine_foreign_triton(machine, wanted)]
-    findings += _npu(machine, ascend, settings, quick=False)
     on_npus = _on_npus(ascend, wanted)
-    findings += [
+    platforms = list(host.examine_platforms(wanted, "npu" if on_npus else wanted))
+    npu = _npu(machine, ascend, settings, quick=False)
+    return [
+        *host.examine_packages(machine),
+        *host.examine_foreign_triton(machine, wanted),
+        *(_seen_to_work(npu) if any(f.code == "platform.npu" for f in platforms) else npu),
         *examine_cluster(machine, settings, devices=on_npus),
-        *host.examine_platforms(wanted, "npu" if on_npus else wanted),
+        *platforms,
         *host.examine_limits(machine, settings),
         *host.examine_model(settings),
         *host.examine_compiler(machine),
         *host.examine_address(machine, settings),
     ]
-    return findings
 
 
 def quick_look(settings: Settings, machine: Machine | None = None) -> list[Finding]:
@@ -71,6 +76,11 @@ def _npu(machine: Machine, ascend: Ascend, settings: Settings, *, quick: bool) -
     if not quick and ascend.present:
         findings += [*examine_chips(machine, ascend, settings), *examine_tuning(machine, devices_needed(settings))]
     return findings
+
+
+def _seen_to_work(findings: Iterable[Finding]) -> Iterator[Finding]:
+    for finding in findings:
+        yield from softened([finding]) if finding.code in NOT_FOUND else [finding]
 
 
 def _absent() -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from xllm_npu.doctor.ascend import DRIVER, Ascend, Cann, set_env
+from xllm_npu.doctor.ascend import Ascend, Cann, set_env
 from xllm_npu.doctor.finding import Finding, note, ok, problem
 from xllm_npu.doctor.machine import Machine
 from xllm_npu.doctor.versions import (
@@ -39,16 +39,16 @@ def examine_software(machine: Machine, ascend: Ascend, *, graphs: bool) -> Itera
 
 
 def _driver(machine: Machine, ascend: Ascend) -> Iterator[Finding]:
-    version = (ascend.driver or {}).get("Version")
+    version, folder = (ascend.driver or {}).get("Version"), ascend.driver_folder
     if version is None:
-        if not any(machine.matches(f"{DRIVER}/{folder}/libascend_hal.so") for folder in ("lib64", "lib64/*")):
+        if not any(machine.matches(f"{folder}/{part}/libascend_hal.so") for part in ("lib64", "lib64/*")):
             yield problem(
-                "driver.missing", "driver", f"none in {DRIVER}", "the device is reached through it",
-                f"install Ascend HDK; in a container, mount {DRIVER}/lib64 and version.info ({INSTALL})",
+                "driver.missing", "driver", f"none in {folder}", "the device is reached through it",
+                f"install Ascend HDK; in a container, mount {folder}/lib64 and version.info ({INSTALL})",
             )  # fmt: skip
         else:
             yield note(
-                "driver.unknown", "driver", f"{DRIVER}/version.info cannot be read",
+                "driver.unknown", "driver", f"{folder}/version.info cannot be read",
                 "whether it goes with CANN is unknown", "in a container, mount that file too",
             )  # fmt: skip
         return
