@@ -91,6 +91,9 @@ def test_it_runs_as_an_ordinary_user_by_the_entry_point(name: str) -> None:
     stage = image(name)
     assert stage.last("USER").text == "${USER_ID}:${GROUP_ID}"
     assert dict(map(assigned, stage.of("ARG")))["USER_ID"] == "1000"
+    home = stage.last("WORKDIR").text
+    assert f"HOME={home}" in {env.text for env in stage.of("ENV")}
+    assert any(f'chown -R "${{USER_ID}}:${{GROUP_ID}}" {home}' in run.text for run in stage.of("RUN"))
     (entry,) = stage.last("ENTRYPOINT").listed or []
     assert Path(entry).parent == Path("/usr/local/bin")
     copied = {Path(source).name for copy in stage.of("COPY") for source in copy.text.split()[:-1]

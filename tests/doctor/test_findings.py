@@ -195,6 +195,21 @@ def test_fault(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert code not in faults(seen(ascend_server(), *words).values())
 
 
+@pytest.mark.parametrize(("version", "oldest", "before"), [
+    ("8.5.0", "25.0.rc1.1", "24.1.rc3.7"), ("9.0.0", "25.0.rc1", "24.1.0"),
+    ("9.1.1", "25.2.0", "25.0.rc1.1"), ("9.2.0", "25.3.rc1", "25.2.3"),
+])  # fmt: skip
+def test_the_oldest_driver_of_each_cann(version: str, oldest: str, before: str) -> None:
+    machine = ascend_server()
+    cann(version)(machine)
+    driver(oldest)(machine)
+    assert seen(machine, *NPU)["driver"].found == oldest
+    driver(before)(machine)
+    assert "driver.old" in seen(machine, *NPU)
+    driver("26.2.rc1")(machine)
+    assert seen(machine, *NPU)["driver"].mark == "ok"
+
+
 def test_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
     found = seen(ascend_server(), "--platform", "cuda")
     assert (found["platform.unusable"].found, found["platform.unusable"].todo) == ("no driver", "install it")

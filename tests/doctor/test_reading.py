@@ -33,6 +33,10 @@ TWO_DIES = """
 | 0       1                 | 499215        | python                   | 100                                       |
 | 0       1                 | 499216        |                          | 7                                         |
 """
+ONE_OF_EIGHT = """
+| 3     Ascend910           | OK            | 162.6                34                      0    / 0                |
+| 0     6                   | 0000:9D:00.0  | 0                    0    / 0                3419 / 65536            |
+"""
 NO_PHY_ID = """
 | 4     910B3               | OK            | 97.5        41                0    / 0             |
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3379 / 65536         |
@@ -52,6 +56,7 @@ def test_npu_smi_of_three_kinds() -> None:
     assert report.driver == "26.0.rc2"
     assert report.chips == (Chip(0, "Ascend910", "OK", 3419, 65536), Chip(1, "Ascend910", "Critical", 2874, 65536))
     assert report.processes == {"python": 26422, "process 499216": 7}
+    assert parse(ONE_OF_EIGHT).chips == (Chip(6, "Ascend910", "OK", 3419, 65536),)
     assert parse(NO_PHY_ID).chips == (Chip(0, "910B3", "OK", 3379, 65536),)
     assert parse(INFERENCE_CARD).chips == (Chip(0, "310P3", "Warning", 1904, 44213),)
     assert len(parse(smi_table(8, "910B3")).chips) == 8
