@@ -9,6 +9,8 @@ import pytest
 
 IN_LAB = os.environ.get("NPU_LAB") == "1"
 collect_ignore_glob = [] if IN_LAB else ["test_*.py"]
+if IN_LAB:
+    import torch  # loads torch_npu, and with it the emulator, before a test imports parts of that
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,7 +33,5 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 
 @pytest.fixture
 def device():
-    import torch
-
     torch.npu.set_device(0)
     return torch.device("npu", 0)

@@ -45,11 +45,11 @@ class NpuAttention(TorchAttention):
         assert metadata is not None, "prepare comes before forward"
         self.write(layer.layer, key, value)
         windowed = layer.sliding_window > 0
-        out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+        out, _ = torch.ops.npu.npu_fused_infer_attention_score_v2(
             query.contiguous(), self.key_caches[layer.layer].flatten(2), self.value_caches[layer.layer].flatten(2),
-            atten_mask=self._mask, actual_seq_lengths=self._query_ends, actual_seq_lengths_kv=self._key_lengths,
-            block_table=metadata.block_table, num_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-            scale=layer.scale, input_layout="TND", block_size=spec.block_size,
+            atten_mask=self._mask, actual_seq_qlen=self._query_ends, actual_seq_kvlen=self._key_lengths,
+            block_table=metadata.block_table, num_query_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+            softmax_scale=layer.scale, input_layout="TND", block_size=spec.block_size,
             sparse_mode=_BAND if windowed else _CAUSAL,
             pre_tokens=layer.sliding_window - 1 if windowed else _NO_LIMIT,  # keys before the query's own
             next_tokens=0 if windowed else _NO_LIMIT)

@@ -13,11 +13,16 @@ import sys
 class AfterTorchNpu(importlib.abc.MetaPathFinder):
     """Finds torch_npu as others would, and installs the emulator once it has been executed."""
 
+    asking = False  # the other finders
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch_npu":
+        if name != "torch_npu" or self.asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

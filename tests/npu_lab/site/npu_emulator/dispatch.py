@@ -87,7 +87,8 @@ def invoke(schema: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     results = _written(schema, args, kwargs)
     if state == fake_cann.RUNS:
         found = function(*host_args, **host_kwargs)
-        return _new_tensors(found, kwargs, args, copy=True)[0] if results is None else results
+        results = _new_tensors(found, kwargs, args, copy=True)[0] if results is None else results
+        return results if schema.returns else None
     outputs: list[torch.Tensor] = []
     if results is None and schema.returns:
         shapes = function(*_untouched(schema, host_args), **_untouched_named(schema, host_kwargs))
