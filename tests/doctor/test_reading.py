@@ -16,7 +16,7 @@ from xllm_npu.doctor.examination import quick_look
 from xllm_npu.doctor.finding import Finding, can_serve, softened
 from xllm_npu.doctor.machine import Answer, Machine, ThisMachine
 from xllm_npu.doctor.npu_smi import Chip, parse
-from xllm_npu.doctor.versions import adapter_of, base_version, numbers, series
+from xllm_npu.doctor.versions import TRITON_CANN, adapter_of, base_version, numbers, series
 
 # The shapes of three drivers: a card of two dies (A3), older titles without Phy-ID (A2), and 310P's own columns.
 TWO_DIES = """
@@ -81,6 +81,8 @@ def test_versions() -> None:
     found = {name: row.cann for name in names if (row := adapter_of(name))}
     assert found == {"2.10.0": (9, 0), "2.10.0.post3": (9, 0), "2.10.0.post6": (9, 1), "2.13.0": (9, 1)}
     assert adapter_of("2.9.0") is None
+    assert adapter_of("2.12.0.post2") == adapter_of("2.12.0")
+    assert TRITON_CANN == {"3.2.0": (8, 5), "3.2.1": (9, 0), "3.2.2": (9, 1)}
 
 
 def test_cann_is_found_where_installers_put_it() -> None:
@@ -143,12 +145,15 @@ class TestThisMachine:
         assert machine.capacity(str(tmp_path))
         assert machine.capacity("/no/such/place") is None
 
-    def test_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_programs(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         machine = ThisMachine()
         say = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
         assert machine.run(sys.executable, "-c", say) == Answer(3, "out\nerr\n")
         assert machine.run("no-such-program") is None
         assert machine.program("no-such-program", sys.executable) == sys.executable
+        (tmp_path / "garbage").write_bytes(b"\x00")
+        (tmp_path / "garbage").chmod(0o755)
+        assert getattr(machine.run(f"{tmp_path}/garbage"), "code", None) == 126
         monkeypatch.setattr(machine_module, "RUN_SECONDS", 0.2)
         assert machine.run(sys.executable, "-c", "import threading; threading.Event().wait()") == Answer(None, "")
 
