@@ -21,7 +21,8 @@ DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags that are pip's, docker's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--no-deps", "--force-reinstall", "--yes", "--json", "--help", "--flag",
-               "--rm", "--init", "--shm-size", "--network", "--device", "--build-arg", "--user", "--runtime"}  # fmt: skip
+               "--rm", "--init", "--shm-size", "--network", "--device", "--build-arg", "--user",
+               "--runtime"}  # fmt: skip
 
 
 def _text(name: str) -> str:
