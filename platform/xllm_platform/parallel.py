@@ -9,6 +9,8 @@ torch.distributed. Does not start processes, does not choose devices, does not k
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ from xllm_platform.base import PlatformError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +106,23 @@ class ParallelState:
             return cls.single()
         import torch.distributed as dist
 
-        if backend == "gloo" and init.init_method.startswith("file://"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: whatever its name resolves to
         timeout = timedelta(seconds=init.timeout_seconds)
-        try:
-            dist.init_process_group(
-                backend,
-                init_method=init.init_method,
-                rank=init.rank,
-                world_size=init.world_size,
-                timeout=timeout,
-            )
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise PlatformError(
-                f"rank {init.rank} of {init.world_size} could not join the others at "
-                f"{init.init_method} with {backend}: {error}"
-            ) from error
-        groups = {name: _join(init, parts, dist, timeout) for name, parts in partitions(init).items()}
+        one_machine = backend == "gloo" and init.init_method.startswith("file://")
+        with _loopback() if one_machine else nullcontext():
+            try:
+                dist.init_process_group(
+                    backend,
+                    init_method=init.init_method,
+                    rank=init.rank,
+                    world_size=init.world_size,
+                    timeout=timeout,
+                )
+            except (dist.DistError, RuntimeError, ValueError) as error:
+                raise PlatformError(
+                    f"rank {init.rank} of {init.world_size} could not join the others at "
+                    f"{init.init_method} with {backend}: {error}"
+                ) from error
+            groups = {name: _join(init, parts, dist, timeout) for name, parts in partitions(init).items()}
         return cls(**groups, experts=init.experts)
 
     def shutdown(self) -> None:
@@ -129,6 +133,19 @@ class ParallelState:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """gloo meets on the loopback interface, whatever the machine's name resolves to, unless the user says otherwise."""
+    if _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]  # children of this process may be of another world
 
 
 def partitions(init: ParallelInit) -> dict[str, list[tuple[int, ...]]]:

@@ -27,7 +27,7 @@ def test_decode_model_times_a_model(tiny_dir):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("more", [(), ("--all-to-all",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--all-to-all",), marks=pytest.mark.slow)])
 def test_expert_balance_evens_ranks_out_and_changes_nothing(more):
     """Counted visits, not times: these figures are the same on every machine."""
     last = run("benchmarks/expert_balance.py", "--steps", "96", "--rows", "16", "--experts", "32", "--json", *more)

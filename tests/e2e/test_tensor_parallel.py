@@ -69,7 +69,7 @@ def test_same_tokens(model, way):
     assert not workers(), "the worker process has ended with its engine"
 
 
-@pytest.mark.parametrize("way", ["everything on", "preemption", "graph"])
+@pytest.mark.parametrize("way", ["everything on", "preemption", pytest.param("graph", marks=pytest.mark.slow)])
 def test_latents_on_every_rank_and_experts_on_one(model, way):
     directory, expected = model("deepseek_v3")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, ep_size=2, **WAYS[way])

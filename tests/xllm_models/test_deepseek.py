@@ -84,6 +84,7 @@ def test_one_tensor_an_expert_is_what_checkpoints_have(v3):
     assert "model.layers.0.mlp.gate_proj.weight" in names
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_equal_eager_ones(v3):
     from torch._dynamo.utils import counters
