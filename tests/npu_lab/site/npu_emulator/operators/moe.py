@@ -48,7 +48,8 @@ def gating_top_k(
         choice = scores + bias.float()
     if group_count > 1:
         groups = choice.view(x.shape[0], group_count, -1)
-        rank = groups.amax(-1) if group_select_mode == 0 else groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        best = groups.topk(min(2, groups.shape[-1]) if group_select_mode == 1 else 1, dim=-1).values
+        rank = best.sum(-1)
         chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, rank.topk(k_group, dim=-1).indices, True)
         choice = groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
     experts = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :k]
