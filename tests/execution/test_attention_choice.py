@@ -4,9 +4,11 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 from xllm_models.attention.cpu_attention import CpuAttention
 from xllm_models.attention.cpu_mla import CpuMla
 from xllm_models.attention.cuda_attention import CudaAttention
+from xllm_models.attention.npu_attention import NpuAttention
 from xllm_models.attention.torch_attention import TorchAttention
 from xllm_models.attention.torch_mla import TorchMla
 from xllm_models.config import ModelConfig
@@ -24,10 +26,10 @@ LATENT = dataclasses.replace(CONFIG, mla=MlaConfig(
     q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4))
 
 
-def choose(asked, offered, *needs, config=CONFIG):
+def choose(asked, offered, *needs, config=CONFIG, dtype=torch.bfloat16):
     settings = SimpleNamespace(execution=SimpleNamespace(attention_backend=asked))
     platform = SimpleNamespace(name="some", capabilities=SimpleNamespace(attention_backends=offered))
-    return choose_attention(settings, platform, config, frozenset(needs))
+    return choose_attention(settings, platform, config, frozenset(needs), dtype)
 
 
 @pytest.mark.parametrize(("asked", "offered", "needs", "expected"), [
@@ -40,6 +42,15 @@ def choose(asked, offered, *needs, config=CONFIG):
 ])
 def test_the_first_that_can_is_taken(asked, offered, needs, expected):
     assert choose(asked, offered, *needs) is expected
+
+
+def test_one_that_does_not_compute_in_the_dtype_is_passed_over():
+    assert choose("auto", ("npu", "torch")) is NpuAttention
+    assert choose("auto", ("npu", "torch"), dtype=torch.float32) is TorchAttention
+    with pytest.raises(LoadError, match=r"npu does not compute in float32: set --dtype to bfloat16 or float16.*torch"):
+        choose("npu", ("npu", "torch"), dtype=torch.float32)
+    with pytest.raises(LoadError, match=r"No attention backend of platform some \(npu\) computes in float32"):
+        choose("auto", ("npu",), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("asked", "offered", "needs", "message"), [

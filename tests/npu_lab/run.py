@@ -20,7 +20,8 @@ CANN, ZERO_DEVICES = BUILD / "cann", BUILD / "zero-devices"
 def environment(cann: Path | None = CANN) -> dict[str, str]:
     """The calling process's variables with those of the laboratory; cann None: as on a machine that has none."""
     found = {**os.environ, "TASK_QUEUE_ENABLE": "0"}  # operators run on the thread that calls them
-    lab = {"NPU_LAB": "1", "LD_LIBRARY_PATH": str(cann), "PYTHONPATH": str(HERE / "site")}
+    emulated = str(int(cann == CANN))  # a CANN without devices has nothing to emulate
+    lab = {"NPU_LAB": emulated, "LD_LIBRARY_PATH": str(cann), "PYTHONPATH": str(HERE / "site")}
     if cann is None:
         return {name: value for name, value in found.items() if name not in lab}
     rest = found.get("PYTHONPATH")

@@ -52,3 +52,18 @@ def test_without_cann_the_probe_says_so() -> None:
 
 def test_auto_takes_the_npu() -> None:
     assert registry.select("auto").name == "npu"
+
+
+@pytest.mark.parametrize(("soc", "dtypes", "attention", "kernels"), [
+    ("Ascend910B3", ("bfloat16", "float16", "float32"), ("npu", "torch"), "npu"),
+    ("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "torch"), "npu"),
+    ("Ascend310P3", ("float16", "float32"), ("torch",), "torch"),
+])
+def test_what_a_chip_can_do(soc: str, dtypes: tuple[str, ...], attention: tuple[str, ...], kernels: str) -> None:
+    code = """
+from xllm_platform import registry
+found = registry.select('npu').capabilities
+print(found.dtypes, found.attention_backends, found.kernels)
+"""
+    answer = output(code, run.environment() | {"FAKECANN_SOC": soc})
+    assert answer.splitlines()[-1] == f"{dtypes} {attention} {kernels}"

@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from npu_emulator import dispatch
+from xllm_models.attention.npu_attention import NpuAttention
 
 from tests.support.engine import run_engine
 from tests.support.server import ServerProcess
@@ -50,9 +51,15 @@ def model(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["torch", "npu"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture
+def float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused attention takes it, here and in processes that the test starts."""
     monkeypatch.setenv("NPU_LAB_FLOAT32", "1")
+    monkeypatch.setattr(NpuAttention, "dtypes", frozenset())
+
+
+@pytest.fixture(params=["torch", "npu"])
+def attention(request: pytest.FixtureRequest, float32: None) -> str:
     return request.param
 
 
@@ -66,6 +73,15 @@ def test_same_tokens_as_on_the_cpu(model, attention: str, way: str) -> None:
     assert loop.scheduler.stats.preemptions_total > 0 or way != "preemption"
     assert loop.scheduler.stats.prefix_hits_total > 0 or way == "all off"
     assert (dispatch.calls["npu::npu_fused_infer_attention_score_v2"] > 0) == (attention == "npu")
+    assert all(dispatch.calls[f"npu::npu_{name}"] for name in ("rms_norm", "add_rms_norm", "rotary_mul", "swiglu"))
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [("float16", True), ("bfloat16", True), ("float32", False)])
+def test_half_precision_takes_the_fused_attention(model, dtype: str, fused: bool) -> None:
+    dispatch.calls.clear()
+    answers, _ = run_engine(model("llama")[0], prompts(), NEW_TOKENS, platform="npu", dtype=dtype, **CHUNKS)
+    assert all(answers)
+    assert (dispatch.calls["npu::npu_fused_infer_attention_score_v2"] > 0) == fused
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3_moe", "deepseek_v3"])
@@ -76,9 +92,8 @@ def test_architectures(model, attention: str, architecture: str) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_devices(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_devices(model, float32: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECANN_DEVICES", "2")
-    monkeypatch.setenv("NPU_LAB_FLOAT32", "1")
     directory, expected = model("llama")
     answers, _ = run_engine(directory, prompts(), NEW_TOKENS, platform="npu", attention_backend="npu", tp_size=2,
                             **CHUNKS)

@@ -61,14 +61,17 @@ def step_shape(settings: Settings, config: ModelConfig, platform: Platform) -> S
 
 
 def choose_attention(
-    settings: Settings, platform: Platform, config: ModelConfig, needs: frozenset[str]
+    settings: Settings, platform: Platform, config: ModelConfig, needs: frozenset[str], dtype: torch.dtype
 ) -> type[PagedBackend]:
-    """The one asked for, or the platform's first that has what the model's attention `needs`."""
+    """The one asked for, or the platform's first that computes in `dtype` and has what the model's attention
+    `needs`.
+    """
     name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
     if name != "auto" and name not in offered:
         raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
                         f"set --attention_backend to one of {', '.join(offered)}.")
     backends = {one: attention_for(config, one) for one in offered}
+    offered = _computing_in(dtype, backends, name, platform)
     able = [one for one in offered if needs <= backends[one].features]
     lacking = " and ".join(sorted(needs))
     if not able:
@@ -82,6 +85,22 @@ def choose_attention(
     if falls_back(config, name):
         log.warning("attention backend %s has no latent attention: plain torch attends instead, more slowly", name)
     return backends[name]
+
+
+def _computing_in(
+    dtype: torch.dtype, backends: dict[str, type[PagedBackend]], asked: str, platform: Platform
+) -> tuple[str, ...]:
+    """The names of those that do; refuses if that leaves none, or not the one asked for."""
+    able = tuple(name for name, backend in backends.items() if not backend.dtypes or dtype in backend.dtypes)
+    word = str(dtype).removeprefix("torch.")
+    if not able:
+        raise LoadError(f"No attention backend of platform {platform.name} ({', '.join(backends)}) computes in {word}: "
+                        "set --dtype to another.")
+    if asked != "auto" and asked not in able:
+        others = " or ".join(sorted(str(one).removeprefix("torch.") for one in backends[asked].dtypes))
+        raise LoadError(f"Attention backend {asked} does not compute in {word}: set --dtype to {others}, or "
+                        f"--attention_backend to auto or to one of {', '.join(able)}.")
+    return able
 
 
 def cache_blocks(

@@ -95,7 +95,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
     model = build_model(config, dtype=start.dtype, device=platform.device(), kernels=platform.capabilities.kernels,
                         parallel=parallel)
-    backend = choose_attention(settings, platform, config, model.attention_needs)
+    backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
     weights = load_model_weights(
         settings, model, start.resolved.path, start.rank.tp_rank,

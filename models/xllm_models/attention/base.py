@@ -54,6 +54,7 @@ class LayerAttention:
 class PagedBackend(ABC):
     spec: Any  # AttentionSpec or MlaSpec
     features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
+    dtypes: frozenset[torch.dtype] = frozenset()  # what it computes in; empty: whatever the platform does
     # Whether `forward` reads everything that changes between steps from device memory, so that it may be captured in a
     # graph. One that reads lengths on the host would replay with those of the capture.
     capture_safe: bool = False

@@ -20,6 +20,7 @@ _NO_LIMIT = 2147483647
 
 class NpuAttention(TorchAttention):
     features = frozenset()
+    dtypes = frozenset((torch.float16, torch.bfloat16))
     _mask: torch.Tensor | None = None
     _slots: torch.Tensor | None = None
     _query_ends: list[int]

@@ -69,7 +69,7 @@ class NpuPlatform(AcceleratorPlatform):
 
     @property
     def capabilities(self) -> Capabilities:
-        # 310P has no bfloat16 and no Triton; it is the only chip told apart here.
+        # 310P has no bfloat16, no fused inference attention and no Triton; it is the only chip told apart here.
         old = self._soc_version() in SOC_310P
         return Capabilities(
             graph="none" if old else "capture",
@@ -78,9 +78,8 @@ class NpuPlatform(AcceleratorPlatform):
             dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
             default_block_size=128,  # what the paged attention operators are tuned for
             default_graph_sizes=(1, 2, 4, 8, 16),
-            attention_backends=("torch", "npu"),
-            kernels="torch",
-            notes=("operators are torch's own until NPU kernels are bound",),
+            attention_backends=("torch",) if old else ("npu", "torch"),
+            kernels="torch" if old else "npu",
         )
 
     def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:

@@ -10,13 +10,26 @@ import os
 import sys
 
 
-class AfterTorchNpu(importlib.abc.MetaPathFinder):
-    """Finds torch_npu as others would, and installs the emulator once it has been executed."""
+def install_emulator(module):
+    importlib.import_module("npu_emulator.dispatch").install()
+
+
+def let_float32_through(module):
+    """For comparisons of tokens with the CPU; the reference of the operator asks the same variable."""
+    if os.environ.get("NPU_LAB_FLOAT32") == "1":
+        module.NpuAttention.dtypes = frozenset()
+
+
+AFTER = {"torch_npu": install_emulator, "xllm_models.attention.npu_attention": let_float32_through}
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Finds the modules of `AFTER` as others would, and calls what is to follow once one has been executed."""
 
     asking = False  # the other finders
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch_npu" or self.asking:
+        if name not in AFTER or self.asking:
             return None
         self.asking = True
         try:
@@ -28,11 +41,11 @@ class AfterTorchNpu(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 execute(module)
-                importlib.import_module("npu_emulator.dispatch").install()
+                AFTER[name](module)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
 if os.environ.get("NPU_LAB") == "1":
-    sys.meta_path.insert(0, AfterTorchNpu())
+    sys.meta_path.insert(0, AfterImport())
