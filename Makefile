@@ -42,6 +42,7 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m npu_lab tests/npu_lab $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, mypy, import rules

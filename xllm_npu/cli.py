@@ -90,6 +90,9 @@ class Verb:
 def main(argv: Sequence[str] | None = None) -> int:
     """The process's exit code. Raises nothing but bugs, with their traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # A vendor's extension of torch that cannot be loaded must not end a process that does not need it; platforms load
+    # their own.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a reader that has gone must be noticed here, not when the interpreter ends

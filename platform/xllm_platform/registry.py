@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from importlib.metadata import EntryPoint, entry_points
 
 from xllm_platform.base import Availability, Platform, PlatformError
@@ -53,7 +54,12 @@ def load(name: str) -> type[Platform]:
 
 
 def probe(name: str) -> Availability:
-    """Whether one platform can be used here. Never raises for a known name, whatever its plugin does."""
+    """Whether one platform can be used here. Never raises for a known name, whatever its plugin does.
+
+    From now on torch, if it is not loaded yet, loads no vendor's extension by itself: one that is installed and cannot
+    be loaded (torch_npu without CANN) would take every other platform down with it. Plugins load their own.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         return load(name).probe()
     except PlatformError as error:

@@ -11,6 +11,8 @@ import torch
 from xllm_platform import registry
 
 from tests.npu_lab import dump_schemas, run
+from tests.support.server import ServerProcess
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.npu_lab
 HERE = Path(__file__).parent
@@ -44,10 +46,19 @@ def test_hidden_devices_are_named() -> None:
 
 
 def test_without_cann_the_probe_says_so() -> None:
-    environment = run.environment(cann=None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    answer = output(PROBE, environment)
+    answer = output(PROBE, run.environment(cann=None))
     assert "CANN cannot be loaded" in answer
     assert "set_env.sh" in answer
+
+
+def test_without_cann_the_cpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_npu is installed and cannot be loaded: `auto` is the CPU, and no process falls over torch_npu."""
+    for name in ("NPU_LAB", "LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    with ServerProcess(make_tiny_model(tmp_path / "model"), tmp_path / "server") as server, server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
 
 
 def test_auto_takes_the_npu() -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 from npu_emulator import dispatch
 from xllm_models.attention.npu_attention import NpuAttention
+from xllm_models.hub import resolve_model
 
 from tests.support.engine import run_engine
 from tests.support.server import ServerProcess
@@ -119,3 +120,15 @@ def test_a_server_answers_a_client(model, attention: str, tmp_path: Path) -> Non
                 model=directory.name, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0,
                 extra_body={"return_token_ids": True})
             assert answer.choices[0].model_extra["token_ids"] == tokens
+
+
+@pytest.mark.model
+def test_smollm2(float32: None) -> None:
+    """Real weights and lengths of several blocks of 128."""
+    directory = resolve_model("smollm2").path
+    rng = np.random.default_rng(5)
+    asked = [rng.integers(0, 49152, n).tolist() for n in (3, 150, 300)]
+    options = {"max_cache_size": "64MiB", "block_size": 128, "max_model_len": 512}
+    expected, _ = run_engine(directory, asked, 8, platform="cpu", **options)
+    answers, _ = run_engine(directory, asked, 8, platform="npu", attention_backend="npu", **options)
+    assert answers == expected
