@@ -58,7 +58,7 @@ def build(out: Path, sources: list[Path], cc: str) -> None:
         stubs.write_text("".join(f'long stub_{i}(void) __asm__("{name}"); long stub_{i}(void) {{ return 0; }}\n'
                                  for i, name in enumerate(sorted(undefined - defined))))
         _run(cc, "-shared", "-fPIC", f"-Wl,-soname,{BASE}", "-o", out / BASE, stubs, *objects,
-             "-lpthread", "-ldl", "-lrt")
+             "-lpthread", "-ldl", "-lrt", "-lm")
         empty = Path(directory) / "empty.c"
         empty.write_text("")
         for name in sorted(missing.union(OPENED_BY_NAME) - {BASE}):

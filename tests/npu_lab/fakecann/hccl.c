@@ -1,8 +1,8 @@
 /* HCCL between processes of one machine, over a POSIX shared memory file.
  *
- * torch_npu's own ProcessGroupHCCL runs on it: its C++ and Python are the real ones, the transport is not. A stream that
- * captures records its operations as nodes. A rank that waits longer than FAKEHCCL_TIMEOUT (60 s), or finds that another
- * rank asked for something else, sets the communicator's asynchronous error.
+ * torch_npu's own ProcessGroupHCCL runs on it: its C++ and Python are the real ones, the transport is not. A stream
+ * that captures records its operations as nodes. A rank that waits longer than FAKEHCCL_TIMEOUT (60 s), or finds that
+ * another rank asked for something else, sets the communicator's asynchronous error.
  */
 #define _GNU_SOURCE
 #include "hccl.h"

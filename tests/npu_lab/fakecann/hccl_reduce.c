@@ -1,4 +1,5 @@
 /* Element sizes and reductions of the fake HCCL; 16-bit floats are reduced in float and rounded to nearest even. */
+#include <math.h>
 #include <string.h>
 
 #include "hccl.h"
@@ -26,19 +27,26 @@ size_t fake_element_bytes(HcclDataType type)
     }
 }
 
+/* By hand: compilers have _Float16 on every processor only since gcc 12. */
 static float half_to_float(uint16_t bits)
 {
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return (float)x;
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float value = exponent == 0    ? ldexpf((float)mantissa, -24)
+                  : exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                   : ldexpf((float)(1024 + mantissa), exponent - 25);
+    return bits & 0x8000 ? -value : value;
 }
 
 static uint16_t float_to_half(float value)
 {
-    _Float16 x = (_Float16)value;
-    uint16_t bits;
-    memcpy(&bits, &x, 2);
-    return bits;
+    uint32_t bits;
+    float size = fabsf(value);
+    memcpy(&bits, &size, 4);
+    uint16_t half = isnan(value)       ? 0x7e00
+                    : size >= 65520.0f ? 0x7c00 /* the first that rounds to more than the largest half */
+                    : size < 0x1p-14f  ? (uint16_t)nearbyintf(ldexpf(size, 24))
+                                       : (uint16_t)(((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10));
+    return half | (signbit(value) ? 0x8000 : 0);
 }
 
 static float bfloat_to_float(uint16_t bits)
