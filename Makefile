@@ -57,9 +57,9 @@ lint-docker: | $(BIN)/python  ## hadolint over the Dockerfiles, shell included (
 bench-host: install  ## the host's time for one decode step (ARGS: e.g. --json)
 	$(BIN)/python benchmarks/host_step.py $(ARGS)
 
-clean:  ## caches and build outputs; the virtual environment stays (delete $(VENV) to start over)
+clean:  ## caches and build outputs; virtual environments stay (delete $(VENV), $(NPU_VENV) to start over)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . \( -path ./$(VENV) -o -path ./$(NPU_VENV) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 install: $(INSTALLED)
 install-dev: $(INSTALLED_DEV)
