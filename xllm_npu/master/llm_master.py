@@ -219,7 +219,7 @@ class LLMMaster:
             self.metrics.set_engine(rank, **msgspec.structs.asdict(outputs.stats))
 
     async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
-        ready = as_one(engines)
+        ready, group = as_one(engines), self._engines
         try:
             directory = Path(self.settings.model.tokenizer or ready.tokenizer_dir)
             template = self.settings.model.chat_template
@@ -228,6 +228,8 @@ class LLMMaster:
             log.debug("the tokenizer cannot be loaded", exc_info=True)
             self._on_exit(f"The model's tokenizer cannot be used: {error}")
             return
+        if group is not self._engines or not group.alive:
+            return  # it died meanwhile, and perhaps another has been started: that one will say when it is ready
         from xllm_npu.master.output_dispatcher import OutputDispatcher
         from xllm_npu.master.request_factory import RequestFactory
 
