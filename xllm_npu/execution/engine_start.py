@@ -99,6 +99,6 @@ def _several_workers(
         group.busy_since = lambda: client.busy_since if client is not None else None
         others = [ready.weights for ready in group.wait_ready()]
     except BaseException:
-        group.close()
+        group.close(patience=0)  # those that still load would hear nothing
         raise
     return client, group, others

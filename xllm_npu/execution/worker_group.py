@@ -194,8 +194,8 @@ class WorkerGroup:
 
     # Ending
 
-    def close(self) -> None:
-        """Ask the processes to end, and make sure. Harmless when called twice."""
+    def close(self, patience: float = STOP_SECONDS) -> None:
+        """Ask the processes to end, wait so long, and make sure. Harmless when called twice."""
         if self._closing:
             return
         self._closing = True
@@ -203,7 +203,7 @@ class WorkerGroup:
             self._steps.send(WorkerStop())
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
-        deadline = time.monotonic() + (STOP_SECONDS if self.failure is None else 0)
+        deadline = time.monotonic() + (patience if self.failure is None else 0)
         for process in self._processes.values():
             try:
                 process.wait(max(0, deadline - time.monotonic()))
