@@ -81,8 +81,8 @@ class LocalLauncher:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", ENTRY_POINTS[entry], stdin=asyncio.subprocess.PIPE)
         assert process.stdin is not None
-        process.stdin.write(line + b"\n")
-        with contextlib.suppress(ConnectionError):  # it died already; `wait` says how
+        with contextlib.suppress(ConnectionError, RuntimeError):  # it died already (uvloop: a closed transport):
+            process.stdin.write(line + b"\n")  # `wait` says how
             await process.stdin.drain()
         return LocalChild(process)
 
