@@ -19,3 +19,10 @@ def test_everybody_waits_for_another_engine():
     ranks = {2: RankProgress(7, 6, 100.0), 3: RankProgress(7, 6, 100.0)}
     assert "ranks 2, 3 of this engine wait at collective 7" in describe_hang(ranks, 30, 100.0)
     assert "outside of any collective" in describe_hang({0: RankProgress(7, 7, 100.0)}, 30, 100.0)
+
+
+def test_stopped_inside_the_collective():
+    ranks = {0: RankProgress(7, 6, 100.0), 1: RankProgress(7, 6, 97.0)}
+    assert describe_hang(ranks, 3, 100.0) == (
+        "A step has not ended after 3 s: rank 1 has given no sign of life since coming to collective 7, "
+        "where rank 0 waits.")

@@ -13,7 +13,7 @@ from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.worker import Worker
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
-from xllm_npu.execution.worker_loader import Progress, load_worker
+from xllm_npu.execution.worker_loader import Progress, check_cut, load_worker
 from xllm_npu.state.launch import EngineInit, local_slots
 from xllm_npu.state.messages import EngineReady, WeightLoad
 
@@ -60,6 +60,7 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     if settings.parallel.tp_size == 1:
         worker = _one_worker(make, overlap)
         return Engine(worker, None, made[0].block_size), made[0]
+    check_cut(settings, rank, progress)
     client, group, others = _several_workers(settings, init, make)
     made[0].ranks = settings.parallel.tp_size
     made[0].weight_loads += others

@@ -80,13 +80,24 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
     resolved = _resolve(settings, progress)
     config = read_config(settings, resolved.path)
     dtype = choose_dtype(settings, config, platform)
-    check_sharding(config, settings.parallel.tp_size)
+    _check_cut(settings, rank, config)
     parallel = _join(settings, rank, config, platform)
     try:
         return _load(_Start(settings, rank, platform, resolved, config, dtype, parallel, began), progress)
     except BaseException:
         parallel.shutdown()
         raise
+
+
+def check_cut(settings: Settings, rank: Rank, progress: Progress) -> None:
+    """Get the model and raise ShardingError if its ranks cannot share it: before a process is started for each."""
+    _check_cut(settings, rank, read_config(settings, _resolve(settings, progress).path))
+
+
+def _check_cut(settings: Settings, rank: Rank, config: ModelConfig) -> None:
+    check_sharding(config, settings.parallel.tp_size)
+    init = rank.parallel_init(settings, config)
+    check_expert_sharding(config, init.world_size, init.ep_size, init.experts)
 
 
 def _load(start: _Start, progress: Progress) -> LoadedWorker:
@@ -200,7 +211,6 @@ def _select_platform(settings: Settings, rank: Rank) -> Platform:
 def _join(settings: Settings, rank: Rank, config: ModelConfig, platform: Platform) -> ParallelState:
     """Meet the other ranks. Their devices are selected, nothing is loaded yet."""
     init, backend = rank.parallel_init(settings, config), settings.parallel.communication_backend
-    check_expert_sharding(config, init.world_size, init.ep_size, init.experts)
     return ParallelState.initialize(init, platform.collective_backend if backend == "auto" else backend)
 
 
