@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STALE_SECONDS = 2.0  # a process that runs speaks several times in it; one that is silent for so long is stopped, or its machine is gone
+STALE_SECONDS = 2.0  # a process that runs speaks several times in it; else it is stopped, or its machine is gone
 
 
 @dataclass(frozen=True, slots=True)
