@@ -49,10 +49,10 @@ PARTS = ("schedule", "message", "build", "process", "encode")
 MIB = 2**20
 
 
-def follow(endpoint: str, ring_fd: int, index: int, times: Connection) -> None:
+def follow(endpoint: str, ring: tuple[int, int, int], times: Connection) -> None:
     """A worker process: fills its buffers from each step and says when it was done (time.perf_counter)."""
     torch.set_num_threads(1)
-    receiver = StepReceiver(endpoint, RingReader(ring_fd, index))
+    receiver = StepReceiver(endpoint, RingReader(*ring))
     builder = make_builder(1024)
     gc.disable()
     while isinstance(step := receiver.receive(), StepInput):
@@ -73,9 +73,10 @@ class Followers:
         self.sender = StepSender([endpoint], ring, far=False)
         self._processes, self._times = [], []
         context = multiprocessing.get_context("fork")
-        for index in range(tp - 1):
+        for index, bell in enumerate(ring.bells):
+            place = ring.fd, bell, index
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=follow, args=(endpoint, ring.fd, index, theirs), daemon=True)
+            process = context.Process(target=follow, args=(endpoint, place, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._times.append(ours)

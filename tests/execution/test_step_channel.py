@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xllm_npu.execution.shm_ring import RingReader, RingWriter
-from xllm_npu.execution.step_channel import LARGE, StepReceiver, StepSender
+from xllm_npu.execution.step_channel import StepReceiver, StepSender
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import WorkerStop
 
@@ -18,12 +18,15 @@ def step(number, tokens):
                      sample_source=empty, sample_rows=empty, sample_output=empty)
 
 
+LARGE = 32 * 1024  # bytes
+
+
 @pytest.mark.parametrize("ring_bytes", [0, 3 * LARGE, 64 * LARGE])
 def test_every_worker_gets_every_step_in_order(tmp_path, ring_bytes):
     endpoint = f"ipc://{tmp_path}/steps"
     ring = RingWriter(ring_bytes, 2) if ring_bytes else None
     sender = StepSender([endpoint], ring, far=True)
-    near = [RingReader(os.dup(ring.fd), i) if ring else None for i in range(2)]
+    near = [RingReader(os.dup(ring.fd), os.dup(ring.bells[i]), i) if ring else None for i in range(2)]
     receivers = [StepReceiver(endpoint, end) for end in (*near, None)]
     try:
         heard = 0

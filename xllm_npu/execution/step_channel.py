@@ -1,12 +1,11 @@
 """One stream of steps from an engine to its worker processes, on this machine and on others.
 
-A ZeroMQ publisher: a step is encoded once and sent once, however many workers listen. Large ones lie in a ring of
-shared memory for workers on this machine, and only their place is sent. Every subscriber gets every step, in order.
+A step is encoded once and sent once, however many workers listen: through a ring of shared memory to the workers of
+this machine, by a ZeroMQ publisher to those of other machines, and to all where there is no ring or no room in it.
+Every worker gets every step, in order.
 """
 
 from __future__ import annotations
-
-import struct
 
 import msgspec
 import zmq
@@ -15,10 +14,7 @@ from xllm_npu.execution.shm_ring import RingReader, RingWriter
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import WorkerStop
 
-LARGE = 32 * 1024  # bytes; below, a socket is as fast
-# A message's first byte is its topic: whole for everybody; a place in the ring; whole for other machines.
-ALL, NEAR, FAR = b"A", b"N", b"F"
-_PLACE = struct.Struct("<QQ")
+ALL, FAR = b"A", b"F"  # a message's first byte is its topic: for everybody, or for those who have no ring
 
 
 class ChannelError(RuntimeError):
@@ -50,12 +46,9 @@ class StepSender:
 
     def send(self, message: StepInput | WorkerStop) -> None:
         data = self._encoder.encode(message)
-        place = self._ring.write(data) if self._ring is not None and len(data) >= LARGE else None
-        if place is None:  # small, or a reader is behind by a whole ring
+        if self._ring is None or not self._ring.send(data):
             self._socket.send(ALL + data)
-            return
-        self._socket.send(NEAR + _PLACE.pack(*place))
-        if self._far:
+        elif self._far:
             self._socket.send(FAR + data)
 
     def close(self) -> None:
@@ -72,18 +65,17 @@ class StepReceiver:
         if endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
-        self._socket.subscribe(NEAR if ring is not None else FAR)
+        if ring is None:
+            self._socket.subscribe(FAR)
         self._socket.subscribe(ALL)  # last: who hears of it knows of the other
         self._ring = ring
         self._decoder = msgspec.msgpack.Decoder(StepInput | WorkerStop)
 
     def receive(self) -> StepInput | WorkerStop:
         """The next step; waits for it."""
-        message = self._socket.recv()
-        if message[:1] == NEAR:
-            assert self._ring is not None
-            return self._decoder.decode(self._ring.read(*_PLACE.unpack_from(message, 1)))
-        return self._decoder.decode(memoryview(message)[1:])
+        if self._ring is not None and (message := self._ring.receive()) is not None:
+            return self._decoder.decode(message)
+        return self._decoder.decode(memoryview(self._socket.recv())[1:])
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -29,7 +29,7 @@ from xllm_npu.execution.shm_ring import RingWriter
 from xllm_npu.execution.step_channel import ChannelError, StepSender
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
-from xllm_npu.state.launch import EngineInit, WorkerInit
+from xllm_npu.state.launch import EngineInit, RingPlace, WorkerInit
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class WorkerGroup:
         directory = Path(init.directory)
         self._endpoint = f"ipc://{directory}/steps-{init.dp_rank}"
         self._reports_endpoint = f"ipc://{directory}/reports-{init.dp_rank}"
-        self._ring = RingWriter(ring_bytes, tp_size - 1) if ring_bytes and near else None
+        self._ring = RingWriter(ring_bytes, len(near)) if ring_bytes and near else None
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
         self._steps = StepSender([self._endpoint, *filter(None, [init.steps])], self._ring,
@@ -65,9 +65,7 @@ class WorkerGroup:
                 self._reports.setsockopt(zmq.IPV6, 1)
             self._reports.bind(endpoint)
         self._decoder = msgspec.msgpack.Decoder(WorkerReport)
-        self._processes = {rank: self._start(rank) for rank in near}
-        if self._ring is not None:
-            self._ring.release_absent({rank - 1 for rank in near})
+        self._processes = {rank: self._start(rank, index) for index, rank in enumerate(near)}
         self._progress: dict[int, RankProgress] = {}
         self._ready: dict[int, WorkerReady] = {}
         self._all_ready = threading.Event()
@@ -80,16 +78,16 @@ class WorkerGroup:
 
     # Starting
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        init, fds = self._init, () if self._ring is None else (self._ring.fd,)
+    def _start(self, rank: int, index: int) -> subprocess.Popen[bytes]:
+        init, ring = self._init, self._ring
+        place = None if ring is None else RingPlace(fd=ring.fd, bell=ring.bells[index], index=index)
         line = msgspec.json.encode(WorkerInit(
             settings=init.settings, steps=self._endpoint, reports=self._reports_endpoint, seed=init.seed,
             dp_rank=init.dp_rank, tp_rank=rank, slot=self._slots[rank], rendezvous=init.rendezvous, world=init.slots,
-            own_rendezvous=init.own_rendezvous,
-            ring_fd=self._ring.fd if self._ring is not None else -1,
+            own_rendezvous=init.own_rendezvous, ring=place,
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,
-                                   pass_fds=fds)
+                                   pass_fds=() if place is None else (place.fd, place.bell))
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already; the watcher says how
             process.stdin.write(line + b"\n")

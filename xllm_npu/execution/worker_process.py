@@ -1,8 +1,8 @@
 """A worker process: `python -m xllm_npu.execution.worker_process`, one device of an engine that has several.
 
 Its standard input carries one line of `WorkerInit` and then stays open for as long as its parent lives: when it ends,
-so does this process, whatever it is doing. Steps arrive on one ZeroMQ socket; readiness, signs of life and failures
-leave on another. What it computes reaches the engine through the collectives of its group only.
+so does this process, whatever it is doing. Steps arrive through shared memory or a ZeroMQ socket; readiness, signs of
+life and failures leave on another. What it computes reaches the engine through the collectives of its group only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     from xllm_npu.execution.shm_ring import RingReader
     from xllm_npu.execution.step_channel import StepReceiver
 
-    ring = RingReader(init.ring_fd, init.tp_rank - 1) if init.ring_fd >= 0 else None
+    ring = None if init.ring is None else RingReader(init.ring.fd, init.ring.bell, init.ring.index)
     steps = StepReceiver(init.steps, ring)
     from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
 

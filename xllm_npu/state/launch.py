@@ -39,6 +39,14 @@ class EngineInit(msgspec.Struct, kw_only=True):
     reports: str = ""  # likewise, for what they say
 
 
+class RingPlace(msgspec.Struct, kw_only=True):
+    """One reader of an engine's ring; the descriptors are inherited."""
+
+    fd: int
+    bell: int
+    index: int
+
+
 class WorkerInit(msgspec.Struct, kw_only=True):
     """For a worker process: one device."""
 
@@ -52,4 +60,4 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     rendezvous: str
     world: list[Slot]
     own_rendezvous: str = ""
-    ring_fd: int = -1  # shared memory that large steps lie in; -1: none, they come whole
+    ring: RingPlace | None = None  # shared memory that steps come through; None: they come by `steps`

@@ -30,7 +30,7 @@ from xllm_npu.master.cluster.cluster_master import ClusterMaster
 from xllm_npu.master.cluster.identity import identify
 from xllm_npu.master.cluster.messages import Beat, Start
 from xllm_npu.master.cluster.node import Node, RemoteChild
-from xllm_npu.state.launch import EngineInit, WorkerInit
+from xllm_npu.state.launch import EngineInit, RingPlace, WorkerInit
 
 pytestmark = pytest.mark.multiprocess
 NOTICED = 2.0  # seconds in which the death of one has to be known to the others
@@ -252,10 +252,10 @@ def test_each_machine_has_its_own_paths():
     own = Settings(model={"model": "/mnt/here"}, execution={"num_threads": 3, "device_id": 4})  # type: ignore[arg-type]
     given = Settings(model={"model": "/data/there", "dtype": "float32"},  # type: ignore[arg-type]
                      execution={"device_id": 1}).model_dump_json(exclude_unset=True)  # type: ignore[arg-type]
-    line = localized(Start(0, "worker", worker_line(settings=given, ring_fd=7)), own, None)
+    line = localized(Start(0, "worker", worker_line(settings=given, ring=RingPlace(fd=7, bell=8, index=0))), own, None)
     worker = msgspec.json.decode(line, type=WorkerInit)
     settings = Settings.model_validate_json(worker.settings)
-    assert worker.ring_fd == -1
+    assert worker.ring is None
     assert (settings.model.model, settings.model.dtype) == ("/mnt/here", "float32")
     assert (settings.execution.num_threads, settings.execution.device_id) == (3, -1)  # the slot names the device
     line = localized(Start(0, "engine", engine_line(settings=given)), own, "/mine")

@@ -138,7 +138,7 @@ def localized(order: Start, settings: Settings, directory: str | None) -> bytes:
         engine.settings, engine.directory = _with_own(engine.settings, settings), directory or ""
         return msgspec.json.encode(engine)
     worker = msgspec.json.decode(order.line, type=WorkerInit)
-    worker.settings, worker.ring_fd = _with_own(worker.settings, settings), -1
+    worker.settings, worker.ring = _with_own(worker.settings, settings), None
     return msgspec.json.encode(worker)
 
 
