@@ -30,6 +30,7 @@ WAYS = {
     "no shared memory": {**CHUNKS, "enable_shm": False},
     "graph": {**CHUNKS, "enable_graph": True, "graph_batch_sizes": (1, 4, 16)},
 }
+SLOW_GRAPH = pytest.param("graph", marks=pytest.mark.slow)
 
 
 def workers() -> list[psutil.Process]:
@@ -56,7 +57,7 @@ def model(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("way", [*(way for way in WAYS if way != "graph"), pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [*list(WAYS)[:-1], SLOW_GRAPH])
 def test_same_tokens(model, way):
     directory, expected = model("llama")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, **WAYS[way])
@@ -68,7 +69,7 @@ def test_same_tokens(model, way):
     assert not workers(), "the worker process has ended with its engine"
 
 
-@pytest.mark.parametrize("way", ["everything on", "preemption", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["everything on", "preemption", SLOW_GRAPH])
 def test_latents_on_every_rank_and_experts_on_one(model, way):
     directory, expected = model("deepseek_v3")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, ep_size=2, **WAYS[way])

@@ -35,7 +35,7 @@ class ExecutionSettings(Section):
         default=2048, ge=1, le=2**24, description="steps with more tokens run eagerly"
     )
 
-    enable_shm: bool = Field(default=True, description="pass steps to worker processes of this machine through shared memory")
+    enable_shm: bool = Field(default=True, description="pass steps to workers of this machine by shared memory")
     input_shm_size: int = Field(default=64, ge=1, le=65536, description="MiB of that shared memory, for each engine")
 
     @field_validator("graph_batch_sizes")
