@@ -80,5 +80,8 @@ $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(INSTALLED) $@
 
 $(NPU_INSTALLED): pyproject.toml constraints-npu.txt | $(NPU_VENV)/bin/python
-	$(NPU_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-npu.txt -e '.[dev]' torch-npu
+	$(NPU_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-npu.txt -e '.[dev,npu,npu-lab]'
+	@# torch's default build for x86-64 brings the other triton into triton-ascend's folder.
+	@if $(NPU_VENV)/bin/python -m pip show -q triton 2>/dev/null; then $(NPU_VENV)/bin/python -m pip uninstall -q -y triton \
+	    && $(NPU_VENV)/bin/python -m pip install $(PIP_ARGS) -c constraints-npu.txt --force-reinstall --no-deps triton-ascend; fi
 	@touch $@

@@ -350,6 +350,22 @@ def _doctor(loaded: Loaded, options: ReportOptions) -> int:
     return DONE if can_serve(findings) else FAILED
 
 
+def _kernels(loaded: Loaded, options: ReportOptions) -> int:
+    from xllm_kernels_npu import figures
+
+    found = figures.load()
+    if options.json_output:
+        print(figures.dump(found), end="")
+        return DONE
+    rows = figures.table(found)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        left, right = row[:3], row[3:]  # names, numbers
+        cells = [*map(str.ljust, left, widths), *map(str.rjust, right, widths[3:])]
+        print("  ".join(cells).rstrip())
+    return DONE
+
+
 VERBS: dict[str, Verb] = {
     "serve": Verb("Serve a model over the OpenAI HTTP API", _serve, ServeOptions),
     "generate": Verb("Generate text in this process", _generate, GenerateOptions, ENGINE_SECTIONS),
@@ -357,6 +373,7 @@ VERBS: dict[str, Verb] = {
     "pull": Verb("Get a model and print where it lies", _pull, PullOptions, ("model",)),
     "config": Verb("Print every setting and where it came from", _config, ReportOptions),
     "doctor": Verb("Say whether this machine can serve, and what is missing", _doctor, ReportOptions),
+    "kernels": Verb("List the Ascend kernels with the on-chip memory they take", _kernels, ReportOptions),
 }
 
 if __name__ == "__main__":

@@ -137,16 +137,16 @@ const char *aclrtGetSocName(void)
 
 const char *aclGetRecentErrMsg(void) { return message; }
 
-/* A 910B3: 24 cube cores, 48 vector cores. */
+/* A 910B3: 20 cube cores, 40 vector cores. */
 aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t *value)
 {
-    *value = 24;
+    *value = 20;
     return OK;
 }
 
-aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t *value)
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t *value)
 {
-    *value = 48;
+    *value = what == ACL_DEVICE_INFO_AI_CORE_NUM ? 20 : 40;
     return OK;
 }
 

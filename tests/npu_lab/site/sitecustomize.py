@@ -20,7 +20,18 @@ def let_float32_through(module):
         module.NpuAttention.dtypes = frozenset()
 
 
-AFTER = {"torch_npu": install_emulator, "xllm_models.attention.npu_attention": let_float32_through}
+def launch_on_the_emulator(module):
+    def run(function, *args, **kwargs):
+        return importlib.import_module("triton_lab.launch").launch(function, *args, **kwargs)
+
+    module.JITFunction.run = run
+
+
+AFTER = {
+    "torch_npu": install_emulator,
+    "xllm_models.attention.npu_attention": let_float32_through,
+    "triton.runtime.jit": launch_on_the_emulator,
+}
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
