@@ -22,7 +22,7 @@ class AttentionMetadata:
     query_start: torch.Tensor  # [B+1] int32: token offsets of the rows, cumulative
     seq_lens: torch.Tensor  # [B] int32: keys a row sees, its new tokens included
     block_table: torch.Tensor  # [B, M] int32; entries past a row's length are 0 (the dummy block)
-    slot_mapping: torch.Tensor  # [T] int64: block * block_size + offset where each token's K and V go
+    slot_mapping: torch.Tensor  # [T] int64, or what the backend asks for: block * block_size + offset of each K and V
     query_start_host: np.ndarray  # [B+1] int32
     seq_lens_host: np.ndarray  # [B] int32
     max_seq_len: int

@@ -109,6 +109,9 @@ class CaptureBackend(GraphBackend):
                 f"The decode step cannot be captured as a graph: {error}. Turn enable_graph off, or if the "
                 "device ran out of memory or streams, capture fewer or smaller batch sizes."
             ) from error
+        return self._captured(raw, output)
+
+    def _captured(self, raw: Any, output: torch.Tensor) -> Graph:
         return CapturedGraph(raw, output)
 
     def _warm_up(self, run: Callable[[], torch.Tensor]) -> None:
@@ -163,8 +166,12 @@ class AcceleratorPlatform(Platform):
         return AllocatorStats(
             allocated=int(runtime.memory_allocated(self._index)),
             reserved=int(runtime.memory_reserved(self._index)),
+            peak_allocated=int(runtime.max_memory_allocated(self._index)),
             peak_reserved=int(runtime.max_memory_reserved(self._index)),
         )
+
+    def reset_peak_stats(self) -> None:
+        self._runtime().reset_peak_memory_stats(self._index)
 
     def empty_cache(self) -> None:
         self._runtime().empty_cache()

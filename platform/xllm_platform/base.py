@@ -9,13 +9,15 @@ This module knows no model, no KV layout, no scheduler.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from xllm_platform.parallel import Group
 
 
 class PlatformError(RuntimeError):
@@ -45,6 +47,7 @@ class AllocatorStats:
 
     allocated: int = 0
     reserved: int = 0
+    peak_allocated: int = 0  # peaks since the process began or the last reset_peak_stats
     peak_reserved: int = 0
 
 
@@ -102,11 +105,35 @@ class Graph(ABC):
 
     @abstractmethod
     def replay(self) -> torch.Tensor:
-        """Run it again on the current contents of its buffers; returns its (static) output."""
+        """Run it again on the current contents of its buffers; returns its (static) output.
+
+        The operators launched through `GraphTasks` are given their host arguments as they are now.
+        """
+
+
+class GraphTasks(ABC):
+    """Operators in graphs that take arguments from the host (lengths), anew for each replay."""
+
+    @abstractmethod
+    def launch(
+        self, run: Callable[[Sequence[torch.Tensor]], None], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Call `run(tensors)`, which launches one operator that writes to some of `tensors`.
+
+        In a capture it is also remembered: each replay calls it again, with tensors over the same memory, so
+        what it reads on the host must be the step's own by then. What else it refers to stays alive with the
+        graph, and must not be memory of the graph. It launches the same operator each time.
+        """
 
 
 class GraphBackend(ABC):
     """How this platform makes a decode step cheap to launch."""
+
+    tasks: GraphTasks | None = None  # None: a graph of this platform takes nothing from the host
+
+    def streams_left(self) -> int | None:
+        """How many more streams the device has, of which every graph takes some; None: no limit is known."""
+        return None
 
     def prepare_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - optional
         """Called once, after the weights are in place and before the first capture. Default: nothing."""
@@ -114,6 +141,59 @@ class GraphBackend(ABC):
     @abstractmethod
     def capture(self, run: Callable[[], torch.Tensor]) -> Graph:
         """Capture `run`, which must be free of host synchronisation. Raises PlatformError if it cannot be."""
+
+
+class VirtualMemoryDriver(ABC):
+    """Ranges of addresses, and physical pages of the selected device that are mapped into them.
+
+    A range is reserved once and takes no memory. A page is mapped whole, at an address that is a multiple of
+    the granularity; it may be mapped at several addresses, which then show the same bytes, and an address may
+    be mapped again after `unmap`. Work on the device that uses a mapping must have ended before it goes. All
+    sizes are bytes. Every failure is a PlatformError that names the call, its code and what that means.
+    """
+
+    @property
+    @abstractmethod
+    def granularity(self) -> int:
+        """What page sizes and addresses are multiples of."""
+
+    @abstractmethod
+    def reserve(self, size: int) -> int:
+        """The address of a free range of `size`, a multiple of the granularity."""
+
+    @abstractmethod
+    def free_range(self, address: int) -> None:
+        """Give back a range that `reserve` returned, in which nothing is mapped."""
+
+    @abstractmethod
+    def create_page(self, size: int) -> int:
+        """Take `size` of the device's memory, a multiple of the granularity; returns the page's handle.
+
+        Raises OutOfMemoryError if the device has no more.
+        """
+
+    @abstractmethod
+    def release_page(self, page: int) -> None:
+        """Give a page's memory back; it must be mapped nowhere."""
+
+    @abstractmethod
+    def map(self, address: int, page: int) -> None:
+        """Show the page at `address`, inside one reserved range; readable and writable by the device."""
+
+    @abstractmethod
+    def unmap(self, address: int) -> None:
+        """End the mapping that begins at `address`."""
+
+    @abstractmethod
+    def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over memory from `address` on, which owns nothing.
+
+        Only what is mapped when work runs may be touched.
+        """
+
+
+class OutOfMemoryError(PlatformError):
+    """The device has no memory left for what was asked."""
 
 
 class Platform(ABC):
@@ -153,6 +233,9 @@ class Platform(ABC):
     def allocator_stats(self) -> AllocatorStats:
         return AllocatorStats()
 
+    def reset_peak_stats(self) -> None:  # noqa: B027 - optional
+        """The peaks of `allocator_stats` start from what is in use now."""
+
     def empty_cache(self) -> None:  # noqa: B027 - optional
         """Return unused cached memory to the device."""
 
@@ -171,6 +254,16 @@ class Platform(ABC):
 
     def graph_backend(self) -> GraphBackend:
         raise PlatformError(f"platform {self.name} has no graphs; ask capabilities.graph first")
+
+    def virtual_memory(self) -> VirtualMemoryDriver:
+        raise PlatformError(f"platform {self.name} has no virtual memory; ask capabilities.virtual_memory first")
+
+    def communicator_name(self, group: Group) -> str:
+        """What fused operators that communicate are told to find a group's communicator by.
+
+        The first call makes the communicator, so all ranks of the group call it together.
+        """
+        raise PlatformError(f"operators of platform {self.name} do not communicate")
 
     def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:  # noqa: B027 - optional
         """Set what must be set before heavy libraries start (threads, allocator); a worker calls it first.

@@ -1,7 +1,8 @@
 """Decode steps through captured graphs, one for each batch-size bucket; behind the platform's graph interface.
 
 Capture goes from the largest size down, so that smaller graphs reuse the memory of larger ones. A batch runs in the
-smallest bucket that holds it, padded with rows that touch only the dummy block.
+smallest bucket that holds it, padded with rows that touch only the dummy block. An attention backend that is told lengths
+by the host gets the platform's `GraphTasks` while graphs are captured; `prepare` then sets what the replay tells it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class GraphRunner:
     def capture(self, sizes: list[int], builder: InputBuilder, on_progress: Callable[[int, int], None],
                 dp_size: int = 1) -> None:
         """Capture every size; `on_progress` takes (done, total). `dp_size` ranks step together."""
-        for done, size in enumerate(sorted(sizes, reverse=True)):
-            on_progress(done, len(sizes))
-            model_input = builder.graph_input(size, dp_size)
-            self._attention.prepare(model_input.attention)
-            self._graphs[size] = self._backend.capture(self._run_on(model_input))
+        self._attention.graph_tasks = self._backend.tasks
+        try:
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                on_progress(done, len(sizes))
+                model_input = builder.graph_input(size, dp_size)
+                self._attention.prepare(model_input.attention)
+                self._graphs[size] = self._backend.capture(self._run_on(model_input))
+        finally:
+            self._attention.graph_tasks = None
         self.sizes = sorted(self._graphs)
         on_progress(len(sizes), len(sizes))
 

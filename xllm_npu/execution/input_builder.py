@@ -1,31 +1,41 @@
 """From a step message to the tensors a model reads, in buffers that live as long as the worker.
 
 Every step fills the beginning of the same buffers, so a captured graph reads its inputs where it was captured. On a
-device with its own memory the host side is pinned and copied without waiting; on the CPU both sides are one.
+device with its own memory the host side is pinned and copied without waiting; there are two of it, used in turn, and
+none is written before the copies from it have ended. On the CPU both sides are one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from xllm_models.forward_input import AttentionMetadata, ForwardInput
+from xllm_platform.base import Event
 
 from xllm_npu.execution.step_message import StepInput
 
 I32 = npt.NDArray[np.int32]
+SIDES = 2  # of the host's buffers: one is filled while the device may still read the other
 
 
 class DeviceBuffer:
-    """A flat array on the host and its twin on the device."""
+    """A flat array on the host, twice, and its twin on the device."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> None:
-        self.host_tensor = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        self._shared = device.type == "cpu"
+        count = 1 if self._shared else SIDES
+        self._sides = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(count)]
+        self.device = self._sides[0] if self._shared else torch.zeros(size, dtype=dtype, device=device)
+        self.turn(0)
+
+    def turn(self, side: int) -> None:
+        """`host` and `send` are of this side from now on; what it held stays there."""
+        self.host_tensor = self._sides[side % len(self._sides)]
         self.host = self.host_tensor.numpy()
-        self.device = self.host_tensor if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
-        self._shared = self.device is self.host_tensor
 
     def send(self, count: int) -> torch.Tensor:
         """The first `count` elements, on the device."""
@@ -51,9 +61,12 @@ class BuiltStep:
 class InputBuilder:
     def __init__(
         self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool,
-        two_rotations: bool = False,
+        two_rotations: bool = False, slot_dtype: torch.dtype = torch.int64, new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """`two_rotations`: the model wants position 2p, or 2p + 1 for rows admitted as such, instead of p."""
+        """`two_rotations`: the model wants position 2p, or 2p + 1 for rows admitted as such, instead of p.
+
+        `new_event` makes events of the device, which tell when a copy has ended; None: copies end at once.
+        """
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.device = device
@@ -64,16 +77,20 @@ class InputBuilder:
 
         self.token_ids = buffer(tokens, torch.int64)
         self.positions = buffer(tokens, torch.int64)
-        self.slots = buffer(tokens, torch.int64)
+        self.slots = buffer(tokens, slot_dtype)
         self.query_start = buffer(max_rows + 1, torch.int32)
         self.seq_lens = buffer(max_rows, torch.int32)
         self.block_table = buffer(max_rows * max_blocks, torch.int32)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)  # sampled last, by table row
         self._second = np.zeros(max_rows, np.int32) if two_rotations else None  # by table row: 0 or 1
         self._arange = np.arange(tokens + 1, dtype=np.int32)
+        self._buffers = (self.token_ids, self.positions, self.slots, self.query_start, self.seq_lens, self.block_table)
+        self._sent = [new_event() for _ in range(SIDES)] if new_event is not None else []
+        self._step = 0
 
     def build(self, step: StepInput, graph_size: int = 0) -> BuiltStep:
         """Fill the buffers. `graph_size` > 0: a decode step padded to that many rows, with the full table width."""
+        self._next_side()
         rows, start, new = step.array("rows"), step.array("start"), step.array("num_new")
         tokens = step.array("tokens")
         size, count = rows.size, tokens.size
@@ -117,6 +134,7 @@ class InputBuilder:
 
     def graph_input(self, graph_size: int, dp_size: int) -> ForwardInput:
         """The input a graph of this size is captured with: padding only. `dp_size` ranks step together."""
+        self._next_side()
         self._pad(0, graph_size)
         self.block_table.host[: graph_size * self.max_blocks] = 0
         model_input = self._send(graph_size, graph_size, self.max_blocks, graph_size)
@@ -126,6 +144,14 @@ class InputBuilder:
     def remember(self, rows: I32, tokens: torch.Tensor) -> None:
         """The tokens just sampled, [S] int64 on the device; placeholders of later steps stand for them."""
         self.last_token[torch.from_numpy(rows.astype(np.int64)).to(self.device, non_blocking=True)] = tokens
+
+    def _next_side(self) -> None:
+        """The host's buffers of the step before the last, once the device has read them."""
+        self._step += 1
+        if self._sent:
+            self._sent[self._step % SIDES].synchronize()
+        for buffer in self._buffers:
+            buffer.turn(self._step % SIDES)
 
     def _pad(self, size: int, graph_size: int) -> None:
         """Rows that write their one token to the dummy block and see nothing but it."""
@@ -144,7 +170,10 @@ class InputBuilder:
             query_start_host=self.query_start.host[: rows + 1], seq_lens_host=seq_lens_host,
             max_seq_len=int(seq_lens_host.max()),
         )
-        return ForwardInput(self.token_ids.send(tokens), self.positions.send(tokens), metadata)
+        model_input = ForwardInput(self.token_ids.send(tokens), self.positions.send(tokens), metadata)
+        if self._sent:
+            self._sent[self._step % SIDES].record()
+        return model_input
 
     def _fill_placeholders(self, rows: I32, tokens: I32) -> None:
         """Decode tokens that the scheduler does not know yet are what this worker sampled last for the row."""

@@ -27,6 +27,7 @@ from xllm_platform.registry import select
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.expert_balancer import ExpertBalancer
+from xllm_npu.execution.graph_plan import fitting, measure
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.load_plan import (
@@ -114,13 +115,14 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
-    planned = cache_blocks(settings, start.rank, platform, backend, spec, config, shape)
+    sizes = graph_sizes(settings, platform, backend, shape)
+    sizes, graph_bytes = _plan_graphs(start, model, backend, spec, shape, sizes, progress)
+    planned = cache_blocks(settings, start.rank, platform, backend, spec, config, shape, graph_bytes)
     blocks, shape = _agree(parallel, platform, *planned)
     attention = backend(spec)
     attention.allocate_kv_caches(blocks)
     model.bind_attention(attention)
     model.reserve_positions(shape.max_model_len)
-    sizes = graph_sizes(settings, platform, backend, shape)
     worker = _assemble(start, model, attention, balancer, shape, sizes, progress)
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)
@@ -144,15 +146,52 @@ def _assemble(
 ) -> Worker:
     """What runs steps, around a model whose weights and cache are in place."""
     platform, parallel = start.platform, start.parallel
-    builder = InputBuilder(
-        max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
-        max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=platform.device(),
-        pinned=platform.capabilities.pinned_memory, two_rotations=model.rotary_switch > 0,
-    )
+    builder = _builder(platform, model, attention, shape, sizes)
     sampling = SamplingState(shape.max_seqs, start.config.vocab_size, platform.device(), start.rank.seed)
     graph = _capture(platform, model, attention, sizes, builder, progress, parallel.dp.size)
     executor = Executor(EagerRunner(model, attention), graph)
     return Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer))
+
+
+def _builder(
+    platform: Platform, model: Any, attention: PagedBackend, shape: StepShape, sizes: list[int]
+) -> InputBuilder:
+    capabilities = platform.capabilities
+    return InputBuilder(
+        max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
+        max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=platform.device(),
+        pinned=capabilities.pinned_memory, two_rotations=model.rotary_switch > 0, slot_dtype=attention.slot_dtype,
+        new_event=platform.new_event if capabilities.streams else None,
+    )
+
+
+def _plan_graphs(
+    start: _Start, model: Any, backend: type[PagedBackend], spec: Any, shape: StepShape, sizes: list[int],
+    progress: Progress,
+) -> tuple[list[int], int]:
+    """The batch sizes to capture, the same on all ranks, and the device's bytes that their graphs will take."""
+    platform, parallel = start.platform, start.parallel
+    if not sizes or platform.capabilities.graph != "capture":
+        return sizes, 0
+    progress(EngineProgress("Measuring graphs", 0, 1))
+
+    def capture(some: list[int]) -> GraphRunner:
+        attention = backend(spec)
+        attention.allocate_kv_caches(2)
+        model.bind_attention(attention)
+        builder = _builder(platform, model, attention, shape, sizes)
+        runner = _capture(platform, model, attention, some, builder, lambda _: None, parallel.dp.size)
+        assert runner is not None
+        return runner
+
+    model.reserve_positions(shape.max_model_len)
+    cost = measure(platform, capture, sizes)
+    progress(EngineProgress("Measuring graphs", 1, 1))
+    count = cost.most_graphs(len(sizes))
+    if parallel.world.size > 1:
+        found = torch.tensor([count], dtype=torch.int64, device=platform.device())
+        count = int(all_reduce(found, parallel.world, "min"))
+    return fitting(sizes, count, cost), cost.bytes(min(count, len(sizes)))
 
 
 def _describe(

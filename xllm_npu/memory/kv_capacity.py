@@ -1,7 +1,8 @@
 """How many KV blocks fit: plain arithmetic over bytes, no device.
 
 The cache may take what is free now, less what must stay free for everything else on the device
-(1 - max_memory_utilization of the total) and less what a step needs to work in. `max_cache_size` replaces this rule.
+(1 - max_memory_utilization of the total), less what a step needs to work in and less what captured graphs take.
+`max_cache_size` replaces this rule; beside it only the graphs have to fit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class CacheRequest:
     total_bytes: int
     workspace_bytes: int  # activations, logits and sampling of the largest step
     utilization: float
+    graph_bytes: int = 0  # that captured graphs will take
     max_cache_bytes: int = 0  # 0: no limit of the user's
     soft_limit_bytes: int = 0  # the platform's own default limit; 0: none
 
@@ -33,11 +35,12 @@ def num_kv_blocks(request: CacheRequest) -> int:
     per_sequence = -(-r.max_model_len // r.block_size)
     if r.max_cache_bytes:
         budget = r.max_cache_bytes
-        if budget > r.free_bytes:
-            raise CacheTooSmall(
-                f"max_cache_size is {_size(budget)} and only {_size(r.free_bytes)} are free: lower max_cache_size.")
+        if budget + r.graph_bytes > r.free_bytes:
+            graphs = f", of which graphs take {_size(r.graph_bytes)}" if r.graph_bytes else ""
+            raise CacheTooSmall(f"max_cache_size is {_size(budget)} and only {_size(r.free_bytes)} are free{graphs}: "
+                                "lower max_cache_size.")
     else:
-        budget = r.free_bytes - int((1 - r.utilization) * r.total_bytes) - r.workspace_bytes
+        budget = r.free_bytes - int((1 - r.utilization) * r.total_bytes) - r.workspace_bytes - r.graph_bytes
         if r.soft_limit_bytes:
             budget = min(budget, r.soft_limit_bytes)
     blocks = min(budget // r.bytes_per_block, per_sequence * r.max_seqs + 1)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from xllm_platform.base import GraphTasks
 
 from xllm_models.forward_input import AttentionMetadata
 
@@ -55,9 +56,12 @@ class PagedBackend(ABC):
     spec: Any  # AttentionSpec or MlaSpec
     features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
     dtypes: frozenset[torch.dtype] = frozenset()  # what it computes in; empty: whatever the platform does
-    # Whether `forward` reads everything that changes between steps from device memory, so that it may be captured in a
-    # graph. One that reads lengths on the host would replay with those of the capture.
+    # Whether `forward` may be captured in a graph: it reads what changes between steps from device memory, or launches
+    # through `graph_tasks` what is told lengths by the host. Else it would replay with those of the capture.
     capture_safe: bool = False
+    host_lengths: bool = False  # captured, it launches operators through `graph_tasks`, which must be there
+    graph_tasks: GraphTasks | None = None  # set while graphs are captured
+    slot_dtype: torch.dtype = torch.int64  # what it wants AttentionMetadata.slot_mapping in
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec

@@ -11,15 +11,20 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
-from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError
+from xllm_platform.accelerator import AcceleratorPlatform
+from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError, VirtualMemoryDriver
+from xllm_platform.npu.acl import CANN_LIBRARY
+
+if TYPE_CHECKING:
+    from xllm_platform.parallel import Group
 
 # torch_npu reports the chip by number: 910B (A2) 220-225, 910C (A3) 250-255, 310P 200-205, 950 (A5) from 260.
 SOC_310P = range(200, 206)
 
-CANN_LIBRARY = "libascendcl.so"
+# Batch sizes of decode graphs: what is padded is little, and the graphs are few.
+GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -75,9 +80,10 @@ class NpuPlatform(AcceleratorPlatform):
             graph="none" if old else "capture",
             streams=True,
             pinned_memory=True,
+            virtual_memory=True,
             dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
             default_block_size=128,  # what the paged attention operators are tuned for
-            default_graph_sizes=(1, 2, 4, 8, 16),
+            default_graph_sizes=GRAPH_SIZES,
             attention_backends=("torch",) if old else ("npu", "torch"),
             kernels="torch" if old else "npu",
         )
@@ -94,8 +100,22 @@ class NpuPlatform(AcceleratorPlatform):
             importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
     def graph_backend(self) -> GraphBackend:
+        from xllm_platform.npu.graph import NpuCaptureBackend
+
         runtime = self._runtime()
-        return CaptureBackend(runtime, runtime.NPUGraph)
+        return NpuCaptureBackend(runtime, importlib.import_module("torch_npu")._C._weak_ref_tensor)
+
+    def virtual_memory(self) -> VirtualMemoryDriver:
+        from xllm_platform.npu.virtual_memory import AclVirtualMemory
+
+        self._runtime().set_device(self._index)  # which initialises AscendCL
+        return AclVirtualMemory(self._index)
+
+    def communicator_name(self, group: Group) -> str:
+        if group.handle is None:
+            raise PlatformError("A group of one has no communicator.")
+        backend = group.handle._get_backend(self.device())
+        return str(backend.get_hccl_comm_name(group.ranks[group.rank]))  # type: ignore[attr-defined]
 
     def _soc_version(self) -> int:
         """The chip's number; -1 where torch_npu does not tell."""

@@ -1,11 +1,11 @@
 /* What the files of the fake AscendCL runtime share.
  *
  * "Device" memory is host memory, a stream runs its work at once on the calling thread, and an ACL graph records nodes
- * and replays them. A stock torch_npu wheel then creates tensors, copies, uses streams, events and virtual memory, and
+ * and replays them. What the device might do in another order is found by clocks (order.c). A stock torch_npu wheel then creates tensors, copies, uses streams, events and virtual memory, and
  * captures graphs, on a machine without CANN. Nothing is computed here: the kernels are Python's (site/npu_emulator),
  * which records its operators as nodes through fakecann_record_node().
  *
- * Environment: FAKECANN_DEVICES (1), FAKECANN_MEM_MB (4096 a device), FAKECANN_SOC (Ascend910B3), FAKECANN_STRICT (1:
+ * Environment: FAKECANN_DEVICES (1), FAKECANN_MEM_MB (4096 a device), FAKECANN_STREAMS (2048 a device), FAKECANN_SOC (Ascend910B3), FAKECANN_STRICT (1:
  * refuse what the runtime refuses while a stream captures), FAKECANN_TRACE (0; 1: errors, 2: torch_npu's log too).
  */
 #ifndef FAKE_H
@@ -32,16 +32,38 @@
 #define E_TASK_UPDATE 207019
 #define E_CAPTURE_INVALID 507903
 #define E_NO_KERNEL 207000
+#define E_NO_STREAM 207008
+#define E_INTERNAL 507000
+#define E_SYNC_TIMEOUT 507046
 
 #define PAGE (2UL << 20) /* the granularity of physical memory */
 #define MAX_DEVICES 16
+#define MAX_CLOCKS 256
+
+typedef struct { /* by stream: how much of its work has ended at the latest now */
+    uint32_t at[MAX_CLOCKS];
+} moment;
+typedef struct {
+    uint64_t nanoseconds;
+    uint32_t flags;
+    struct graph *captured; /* recorded inside this capture */
+    int graph_id;           /* of `captured`, which may be gone */
+    moment seen;            /* of its stream when it was recorded */
+} event;
+typedef struct cell { /* a word of device memory that streams write and wait for; so are torch_npu's external events */
+    uint64_t *address;
+    moment seen;   /* of the stream outside of graphs that wrote it last */
+    int slot;      /* where a graph wrote it last, */
+    uint32_t tick; /* and when; 0: never */
+    struct cell *next;
+} cell;
 
 /* A node of a graph; also what a stream would otherwise have run at once. */
-typedef enum { NODE_MEMCPY, NODE_MEMSET, NODE_OPERATOR, NODE_HOST } node_kind;
+typedef enum { NODE_MEMCPY, NODE_MEMSET, NODE_OPERATOR, NODE_HOST, NODE_WAIT, NODE_WRITE } node_kind;
 typedef struct {
     node_kind kind;
-    void *to;
-    const void *from;
+    void *to; /* NODE_WAIT, NODE_WRITE: the cell, `bytes` the value */
+    const void *from; /* NODE_HOST: the communicator, if it is a collective */
     size_t bytes;
     int32_t value;
     uint64_t operator_id;    /* Python's number of a recorded operator */
@@ -49,20 +71,27 @@ typedef struct {
     void (*release)(void *); /* NODE_HOST: frees `to` when the graph or the node goes */
     aclrtMemcpyKind direction;
 } node;
-typedef struct {
+typedef struct graph {
     node *nodes;
-    int count, capacity, id, ended;
+    int count, capacity, id, ended, device;
+    int streams; /* that the device keeps for it */
     struct group *groups;
 } graph;
 typedef struct group { /* a task group: nodes[first, last) of a graph, which an update replaces */
     graph *of;
     int first, last, updated;
+    int run_slot, update_slot;
+    uint32_t run_tick, update_tick; /* the latest, 0: never */
     struct group *next;
 } group;
 typedef struct stream {
     int id, device, invalid;
     graph *captured; /* what it captures into, or NULL */
     group *open, *updating;
+    int slot; /* in clocks */
+    moment seen;
+    graph *waiting; /* runs in it and waits for a cell at node `position` */
+    int position;
     struct stream *next;
 } stream;
 
@@ -87,7 +116,21 @@ aclError fake_fail(aclError code, const char *format, ...) __attribute__((format
 stream *fake_stream(aclrtStream handle); /* the default stream for NULL */
 stream *fake_streams(void);              /* all that were created */
 int fake_record(stream *s, node x);      /* 1: recorded, or put into the task group being updated; 0: run it now */
+int fake_streams_left(int device);
+aclError fake_resume(const cell *c);     /* the graphs that wait for it go on */
+void fake_forget_cell(void *address);
 aclError fake_refuse_in_capture(stream *s, const char *what); /* an error, and the capture is invalid */
 void fake_copy(void *to, const void *from, size_t bytes, aclrtMemcpyKind direction);
+
+/* order.c */
+int fake_take_clock(void); /* -1: all are in use */
+void fake_give_clock(int slot);
+aclError fake_submit(stream *s); /* before all work given to a stream */
+void fake_stream_sees(stream *s, const moment *m);
+aclError fake_host_sees(const moment *m);
+int fake_after(const moment *m, int slot, uint32_t tick);
+void fake_copy_pending(stream *s, const void *from, size_t bytes);
+void fake_pinned(void *start, size_t bytes);
+void fake_unpinned(void *start);
 
 #endif

@@ -1,8 +1,9 @@
 /* ACL graphs: capture of a stream into nodes, replay, and the update of task groups.
  *
  * Nodes are kept in the order of submission over all streams of a capture, which is one of the orders the device may
- * choose. A replay runs them; an external event that a graph waits for is not waited for (README: what is not
- * modelled).
+ * choose. A replay runs them until one waits for a value that is not there; once it is written, the replay goes on.
+ * A task group must not be replaced before the replay that last ran it is known to have ended, nor run before its
+ * replacement is.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,7 +12,11 @@
 #include "fake.h"
 
 int fake_capturing_total;
+#define TASKS_A_STREAM 1024      /* a longer capture takes further streams, */
+#define STREAMS_A_COMMUNICATOR 2 /* and so do collectives; the device's own numbers differ by version */
+
 static int next_id = 1;
+static int graph_streams[MAX_DEVICES];
 static void (*run_operator)(uint64_t);
 static void (*release_operator)(uint64_t);
 
@@ -45,6 +50,9 @@ static void run(const node *x)
     case NODE_OPERATOR:
         run_operator(x->operator_id);
         break;
+    case NODE_WAIT:
+    case NODE_WRITE: /* by go_on(), which knows the stream */
+        break;
     }
 }
 
@@ -73,11 +81,11 @@ int fake_record(stream *s, node x)
     return updating || s->captured;
 }
 
-/* 0: the stream runs what it is given; 1: it captures; 2: it updates a task group. */
-int fakecann_stream_state(aclrtStream handle)
+/* An operator comes. 0: the stream runs it; 1: it captures; 2: it updates a task group; -1: it takes no work. */
+int fakecann_submit_operator(aclrtStream handle)
 {
     stream *s = fake_stream(handle);
-    return s->updating ? 2 : s->captured ? 1 : 0;
+    return fake_submit(s) ? -1 : s->updating ? 2 : s->captured ? 1 : 0;
 }
 
 void fakecann_record_operator(aclrtStream s, uint64_t id)
@@ -97,6 +105,7 @@ aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode)
     graph *g = calloc(1, sizeof *g);
     pthread_mutex_lock(&fake_lock);
     g->id = next_id++;
+    g->device = s->device;
     fake_capturing_total++;
     fake_counters.graphs_live++;
     pthread_mutex_unlock(&fake_lock);
@@ -113,6 +122,35 @@ aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *statu
                            : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
     if (out)
         *out = s->captured;
+    return OK;
+}
+
+static int streams_of(const graph *g)
+{
+    const void *seen[8];
+    int communicators = 0;
+    for (int i = 0; i < g->count && communicators < 8; i++) {
+        int known = !g->nodes[i].from || g->nodes[i].kind != NODE_HOST;
+        for (int j = 0; j < communicators && !known; j++)
+            known = seen[j] == g->nodes[i].from;
+        if (!known)
+            seen[communicators++] = g->nodes[i].from;
+    }
+    return 1 + g->count / TASKS_A_STREAM + communicators * STREAMS_A_COMMUNICATOR;
+}
+
+int fake_streams_left(int device)
+{
+    int used = graph_streams[device];
+    for (stream *s = fake_streams(); s; s = s->next)
+        used += s->device == device;
+    return (int)fake_env("FAKECANN_STREAMS", 2048) - used;
+}
+
+aclError aclrtGetStreamAvailableNum(uint32_t *count)
+{
+    int left = fake_streams_left(fake_current_device() < 0 ? 0 : fake_current_device());
+    *count = left < 0 ? 0 : (uint32_t)left;
     return OK;
 }
 
@@ -133,18 +171,87 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *out)
         }
     pthread_mutex_unlock(&fake_lock);
     *out = g;
-    return invalid ? fake_fail(E_CAPTURE_INVALID, "the capture was invalidated") : OK;
+    if (invalid)
+        return fake_fail(E_CAPTURE_INVALID, "the capture was invalidated");
+    int wanted = streams_of(g);
+    if (wanted > fake_streams_left(g->device))
+        return fake_fail(E_NO_STREAM, "a graph needs %d streams and the device has %d left", wanted,
+                         fake_streams_left(g->device));
+    graph_streams[g->device] += g->streams = wanted;
+    return OK;
+}
+
+/* Whatever the device would have to do in this order and might not: an error. */
+static aclError enter_group(const stream *s, const group *each)
+{
+    if (each->update_tick && !fake_after(&s->seen, each->update_slot, each->update_tick))
+        return fake_fail(E_INTERNAL, "a graph runs a task group, and its update may come later");
+    return OK;
+}
+
+static aclError check_groups(stream *s, graph *g, int position)
+{
+    for (group *each = g->groups; each; each = each->next) {
+        if (each->first != position || each->last == each->first)
+            continue;
+        aclError error = enter_group(s, each);
+        if (error)
+            return error;
+        each->run_slot = s->slot;
+        each->run_tick = s->seen.at[s->slot];
+    }
+    return OK;
+}
+
+static aclError go_on(stream *s)
+{
+    graph *g = s->waiting;
+    for (; s->position < g->count; s->position++) {
+        const node *x = &g->nodes[s->position];
+        cell *e = x->to;
+        if (x->kind == NODE_WAIT && *e->address != x->bytes)
+            return OK;
+        if (x->kind == NODE_WAIT)
+            fake_stream_sees(s, &e->seen);
+        if (x->kind == NODE_WRITE) {
+            *e->address = x->bytes;
+            e->slot = s->slot;
+            e->tick = s->seen.at[s->slot];
+        }
+        aclError error = check_groups(s, g, s->position);
+        if (error) {
+            s->waiting = NULL;
+            return error;
+        }
+        run(x);
+    }
+    s->waiting = NULL;
+    return OK;
+}
+
+aclError fake_resume(const cell *e)
+{
+    aclError error = OK;
+    for (stream *s = fake_streams(); s && !error; s = s->next)
+        if (s->waiting && s->waiting->nodes[s->position].to == e)
+            error = go_on(s);
+    stream *s = fake_stream(NULL);
+    if (!error && s->waiting && s->waiting->nodes[s->position].to == e)
+        error = go_on(s);
+    return error;
 }
 
 aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream s)
 {
-    graph *g = handle;
     if (fake_stream(s)->captured)
         return fake_fail(E_STREAM_CAPTURED, "a graph is launched on a capturing stream");
+    aclError error = fake_submit(fake_stream(s));
+    if (error)
+        return error;
     fake_counters.graph_launches++;
-    for (int i = 0; i < g->count; i++)
-        run(&g->nodes[i]);
-    return OK;
+    fake_stream(s)->waiting = handle;
+    fake_stream(s)->position = 0;
+    return go_on(fake_stream(s));
 }
 
 aclError aclmdlRIDestroy(aclmdlRI handle)
@@ -158,6 +265,7 @@ aclError aclmdlRIDestroy(aclmdlRI handle)
         next = each->next;
         free(each);
     }
+    graph_streams[g->device] -= g->streams;
     free(g->nodes);
     free(g);
     pthread_mutex_lock(&fake_lock);
@@ -218,6 +326,9 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp g)
     stream *s = fake_stream(handle);
     if (s->captured || s->updating)
         return fake_fail(E_STREAM_CAPTURED, "an update on a stream that captures or updates");
+    aclError error = fake_submit(s);
+    if (error)
+        return error;
     s->updating = g;
     s->updating->updated = 0;
     s->invalid = 0;
@@ -235,6 +346,10 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle)
     int wanted = g->last - g->first;
     if (s->invalid || g->updated != wanted)
         return fake_fail(E_TASK_UPDATE, "the update has %d nodes of %d, or more", g->updated, wanted);
+    if (g->run_tick && !fake_after(&s->seen, g->run_slot, g->run_tick))
+        return fake_fail(E_INTERNAL, "an update overtakes the replay before it");
+    g->update_slot = s->slot;
+    g->update_tick = s->seen.at[s->slot];
     return OK;
 }
 

@@ -299,7 +299,9 @@ static HcclResult post(job wanted, aclrtStream s)
         return error;
     job *j = malloc(sizeof *j);
     *j = wanted;
-    node x = {.kind = NODE_HOST, .function = run, .to = j, .release = discard};
+    if (fake_submit(fake_stream(s)))
+        return HCCL_E_RUNTIME;
+    node x = {.kind = NODE_HOST, .function = run, .to = j, .from = j->comm, .release = discard};
     if (!fake_record(fake_stream(s), x)) {
         run(j);
         discard(j);
@@ -326,6 +328,8 @@ HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *info, uint32
 {
     if (ranks > MAX_RANKS || rank >= ranks)
         return HCCL_E_PARA;
+    if (fake_capturing_total) /* it takes memory and waits for the device */
+        return fake_fail(E_CAPTURE_MODE, "a communicator is made while a stream captures"), HCCL_E_RUNTIME;
     int fd = shm_open(info->internal, O_CREAT | O_RDWR, 0600);
     if (fd < 0 || ftruncate(fd, sizeof(shared)))
         return HCCL_E_SYSCALL;

@@ -66,13 +66,17 @@ aclError aclrtFree(void *p)
 
 aclError aclrtMallocHost(void **out, size_t bytes)
 {
-    return posix_memalign(out, 64, bytes ? bytes : 1) ? E_OUT_OF_MEMORY : OK;
+    if (posix_memalign(out, 64, bytes ? bytes : 1))
+        return E_OUT_OF_MEMORY;
+    fake_pinned(*out, bytes);
+    return OK;
 }
 
 aclError aclrtMallocHostWithCfg(void **out, uint64_t bytes, aclrtMallocConfig *) { return aclrtMallocHost(out, bytes); }
 
 aclError aclrtFreeHost(void *p)
 {
+    fake_unpinned(p);
     free(p);
     return OK;
 }
@@ -102,9 +106,15 @@ aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t bytes,
 {
     if (bytes > room)
         return fake_fail(E_PARAM, "memcpyAsync of %zu bytes into %zu", bytes, room);
+    aclError error = fake_submit(fake_stream(s));
+    if (error)
+        return error;
     node x = {.kind = NODE_MEMCPY, .to = to, .from = from, .bytes = bytes, .direction = direction};
-    if (!fake_record(fake_stream(s), x))
+    if (!fake_record(fake_stream(s), x)) {
         fake_copy(to, from, bytes, direction);
+        if (direction == ACL_MEMCPY_HOST_TO_DEVICE)
+            fake_copy_pending(fake_stream(s), from, bytes);
+    }
     return OK;
 }
 
@@ -118,6 +128,7 @@ aclError aclrtMemset(void *p, size_t room, int32_t value, size_t bytes)
 {
     if (bytes > room)
         return fake_fail(E_PARAM, "memset of %zu bytes in %zu", bytes, room);
+    fake_forget_cell(p);
     memset(p, value, bytes);
     return OK;
 }
@@ -125,6 +136,9 @@ aclError aclrtMemset(void *p, size_t room, int32_t value, size_t bytes)
 aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t bytes, aclrtStream s)
 {
     node x = {.kind = NODE_MEMSET, .to = p, .value = value, .bytes = bytes};
+    aclError error = fake_submit(fake_stream(s));
+    if (error)
+        return error;
     if (bytes <= room && fake_record(fake_stream(s), x))
         return OK;
     return aclrtMemset(p, room, value, bytes);

@@ -53,13 +53,18 @@ def install() -> None:
         operators = importlib.import_module("npu_emulator.operators")
         for module in pkgutil.iter_modules(operators.__path__):
             importlib.import_module(f"npu_emulator.operators.{module.name}")
-    replay = torch.npu.NPUGraph.replay
+    # What can make a graph go on, and so raise the error of an operator in it.
+    for owner, name in ((torch.npu.NPUGraph, "replay"), (torch.npu.ExternalEvent, "record")):
+        setattr(owner, name, _raising(getattr(owner, name)))
 
-    def replay_and_raise(graph: Any) -> None:
-        replay(graph)
+
+def _raising(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def call(*args: Any) -> None:
+        method(*args)
         fake_cann.raise_error_of_replay()
 
-    torch.npu.NPUGraph.replay = replay_and_raise
+    return call
 
 
 def implement(namespace: str, name: str, operator: Any, reference: Callable[..., Any]) -> None:
@@ -81,7 +86,7 @@ def _replace_aten(name: str) -> None:
 def invoke(schema: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run or record `function`, which is of this schema, on npu tensors; returns what the operator returns."""
     stream = torch.npu.current_stream().npu_stream
-    state = fake_cann.acl.fakecann_stream_state(stream)
+    state = fake_cann.submit(stream)
     calls[schema.name + ("", ":capture", ":update")[state]] += 1
     host_args, host_kwargs = pytree.tree_map(on_host, (args, kwargs))
     results = _written(schema, args, kwargs)
@@ -92,7 +97,8 @@ def invoke(schema: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     outputs: list[torch.Tensor] = []
     if results is None and schema.returns:
         shapes = function(*_untouched(schema, host_args), **_untouched_named(schema, host_kwargs))
-        results, outputs = _new_tensors(shapes, kwargs, args, copy=False)
+        # What it makes of its inputs as they are now: later operators of the capture check values too.
+        results, outputs = _new_tensors(shapes, kwargs, args, copy=state == fake_cann.CAPTURES)
     targets = [on_host(output) for output in outputs]
 
     def node() -> None:

@@ -21,7 +21,8 @@ class Counters(ctypes.Structure):
 RUNS, CAPTURES, UPDATES = 0, 1, 2  # what a stream does with an operator
 
 acl = ctypes.CDLL("libascendcl.so")
-acl.fakecann_stream_state.argtypes = [ctypes.c_void_p]
+acl.fakecann_submit_operator.argtypes = [ctypes.c_void_p]
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 acl.fakecann_record_operator.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 acl.fakecann_record_operator.restype = None
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
@@ -55,6 +56,14 @@ def counters() -> Counters:
 
 def num_nodes() -> int:
     return len(_nodes)
+
+
+def submit(stream: int) -> int:
+    """RUNS, CAPTURES or UPDATES: what `stream` does with the operator that comes now."""
+    state = acl.fakecann_submit_operator(stream)
+    if state < 0:
+        raise RuntimeError(acl.aclGetRecentErrMsg().decode())
+    return state
 
 
 def record(stream: int, operator: Callable[[], None]) -> None:
