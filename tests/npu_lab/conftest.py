@@ -35,3 +35,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 def device():
     torch.npu.set_device(0)
     return torch.device("npu", 0)
+
+
+@pytest.fixture
+def abandoned():
+    """For tests that leave graphs waiting for ever."""
+    from npu_emulator import fake_cann
+
+    yield
+    fake_cann.abandon_graphs()

@@ -147,7 +147,7 @@ def test_torch_npu_updates_lengths_itself(device: torch.device) -> None:
         assert torch.equal(doubled.cpu(), paged.expected(lengths) * 2), lengths
 
 
-def test_without_an_update_the_lengths_are_those_of_the_capture(device: torch.device) -> None:
+def test_without_an_update_a_replay_never_ends(device: torch.device, abandoned: None) -> None:
     paged = Paged(device)
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph, auto_dispatch_capture=True):
@@ -156,5 +156,59 @@ def test_without_an_update_the_lengths_are_those_of_the_capture(device: torch.de
             **paged.options)
     paged.new_query()
     graph.replay()
-    assert torch.equal(out.cpu(), paged.expected([5, 9]))
-    assert not torch.equal(out.cpu(), paged.expected([33, 48]))
+    with pytest.raises(RuntimeError, match="507046"):
+        out.cpu()
+
+
+class TwoStreams:
+    """A value that one stream writes and a graph waits for, in a graph and beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.x = torch.ones(4, device=device)
+        self.side = torch.npu.Stream()
+        self.written = torch.npu.ExternalEvent()
+        self.graph = torch.npu.NPUGraph()
+        with torch.npu.graph(self.graph):
+            self.written.wait(torch.npu.current_stream())
+            self.y = self.x * 2
+
+
+def test_a_replay_goes_on_when_its_event_comes(device: torch.device) -> None:
+    pair = TwoStreams(device)
+    pair.graph.replay()
+    with torch.npu.stream(pair.side):
+        pair.x.fill_(5)
+        pair.written.record(pair.side)
+    assert pair.y.tolist() == [10.0] * 4
+
+
+def test_an_event_recorded_before_the_graph_that_resets_it_has_ended(device: torch.device, abandoned: None) -> None:
+    pair = TwoStreams(device)
+    pair.graph.replay()
+    pair.written.record(pair.side)
+    with pytest.raises(RuntimeError, match="may not have ended"):
+        pair.written.record(pair.side)
+    ended = torch.npu.Event()
+    ended.record()
+    pair.side.wait_event(ended)
+    pair.written.record(pair.side)
+
+
+def test_pinned_memory_that_is_written_too_early(device: torch.device) -> None:
+    host, target = torch.zeros(64).pin_memory(), torch.zeros(64, device=device)
+    target.copy_(host, non_blocking=True)
+    torch.npu.synchronize()
+    host.fill_(1)  # after the copy
+    target.copy_(host, non_blocking=True)
+    host.fill_(2)
+    with pytest.raises(RuntimeError, match="may not have run"):
+        torch.npu.synchronize()
+
+
+def test_streams_end(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(4, device=device)
+    torch.npu.synchronize()
+    monkeypatch.setenv("FAKECANN_STREAMS", "0")
+    graph = torch.npu.NPUGraph()
+    with pytest.raises(RuntimeError, match="207008"), torch.npu.graph(graph):
+        x + 1

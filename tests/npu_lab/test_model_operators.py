@@ -6,7 +6,6 @@ check of that file fails, so the check would notice.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 
@@ -17,6 +16,8 @@ from xllm_models.attention import npu_attention, torch_attention
 from xllm_models.attention.base import AttentionSpec, LayerAttention
 from xllm_models.forward_input import AttentionMetadata
 from xllm_models.ops import npu_ops, torch_ops
+
+from tests.npu_lab.mutation import mutated
 
 pytestmark = pytest.mark.npu_lab
 HEADS, KV, DIM, BLOCK = 4, 2, 16, 16
@@ -114,27 +115,19 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (npu_attention, "key.contiguous(), value.contiguous()", "value.contiguous(), key.contiguous()"),
     (npu_attention, "self.value_caches[layer], self._slots", "self.key_caches[layer], self._slots"),
     (npu_attention, "query_start_host[1:]", "query_start_host[:-1]"),
-    (npu_attention, "actual_seq_kvlen=self._key_lengths", "actual_seq_kvlen=self._query_ends"),
-    (npu_attention, "actual_seq_kvlen=", "actual_seq_lengths_kv="),
+    (npu_attention, '"actual_seq_kvlen": self._key_lengths', '"actual_seq_kvlen": self._query_ends'),
+    (npu_attention, '"actual_seq_kvlen": ', '"actual_seq_lengths_kv": '),
     (npu_attention, "diagonal=1", "diagonal=0"),
     (npu_attention, "dtype=torch.int8", "dtype=torch.float16"),
-    (npu_attention, "atten_mask=self._mask, ", ""),
-    (npu_attention, "softmax_scale=layer.scale, ", ""),
-    (npu_attention, "num_key_value_heads=spec.num_kv_heads", "num_key_value_heads=spec.num_heads"),
-    (npu_attention, "block_size=spec.block_size", "block_size=128"),
+    (npu_attention, '"atten_mask": self._mask, ', ""),
+    (npu_attention, '"softmax_scale": layer.scale, ', ""),
+    (npu_attention, '"num_key_value_heads": spec.num_kv_heads', '"num_key_value_heads": spec.num_heads'),
+    (npu_attention, '"block_size": spec.block_size', '"block_size": 128'),
     (npu_attention, "_CAUSAL, _BAND = 3, 4", "_CAUSAL, _BAND = 4, 3"),
     (npu_attention, "layer.sliding_window - 1", "layer.sliding_window"),
-    (npu_attention, "next_tokens=0 if", "next_tokens=1 if"),
-    (npu_attention, 'input_layout="TND"', 'input_layout="BSH"'),
+    (npu_attention, '"next_tokens": 0 if', '"next_tokens": 1 if'),
+    (npu_attention, '"input_layout": "TND"', '"input_layout": "BSH"'),
 ]
-
-
-def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {module.__name__}"
-    changed = ModuleType(module.__name__)
-    exec(compile(source.replace(old, new), module.__file__ or "", "exec"), changed.__dict__)
-    return changed
 
 
 @pytest.mark.parametrize(("module", "old", "new"), MUTATIONS, ids=[new or f"no {old}" for _, old, new in MUTATIONS])

@@ -60,10 +60,12 @@ class SampleResult:
     logprobs: DeviceLogprobs | None
 
     def to_host(self) -> HostSample:
-        """Waits for the device."""
+        """Waits for the device, with one copy but for log probabilities: bad rows are marked by ~token, which is < 0."""
+        marked = torch.where(self.bad_rows, ~self.tokens, self.tokens).to(torch.int32).cpu().numpy()
+        bad = marked < 0
         return HostSample(
-            tokens=self.tokens.cpu().numpy().astype(np.int32),
-            bad_rows=self.bad_rows.cpu().numpy(),
+            tokens=np.where(bad, ~marked, marked),
+            bad_rows=bad,
             logprobs=self.logprobs.to_host() if self.logprobs else None,
         )
 

@@ -34,7 +34,9 @@ _KEPT = frozenset([
 ])
 _libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "npu", "atb")}
 _copy_schema = torch.ops.aten.copy_.default._schema
+_clone_operator = torch.ops.aten.clone.default
 _device_copy: Any = None  # torch_npu's copy_
+_captured: set[int] = set()  # addresses of tensors made in the capture that goes on
 
 
 def install() -> None:
@@ -56,6 +58,13 @@ def install() -> None:
     # What can make a graph go on, and so raise the error of an operator in it.
     for owner, name in ((torch.npu.NPUGraph, "replay"), (torch.npu.ExternalEvent, "record")):
         setattr(owner, name, _raising(getattr(owner, name)))
+    begin = torch.npu.NPUGraph.capture_begin
+
+    def capture_begin(*args: Any, **kwargs: Any) -> None:
+        _captured.clear()
+        begin(*args, **kwargs)
+
+    torch.npu.NPUGraph.capture_begin = capture_begin
 
 
 def _raising(method: Callable[..., None]) -> Callable[..., None]:
@@ -95,10 +104,13 @@ def invoke(schema: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
         results = _new_tensors(found, kwargs, args, copy=True)[0] if results is None else results
         return results if schema.returns else None
     outputs: list[torch.Tensor] = []
+    if results is not None and state == fake_cann.CAPTURES and _only_of_the_capture(results):
+        function(*host_args, **host_kwargs)
     if results is None and schema.returns:
         shapes = function(*_untouched(schema, host_args), **_untouched_named(schema, host_kwargs))
         # What it makes of its inputs as they are now: later operators of the capture check values too.
         results, outputs = _new_tensors(shapes, kwargs, args, copy=state == fake_cann.CAPTURES)
+        _captured.update(output.untyped_storage().data_ptr() for output in outputs)
     targets = [on_host(output) for output in outputs]
 
     def node() -> None:
@@ -108,6 +120,12 @@ def invoke(schema: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
     fake_cann.record(stream, node)
     return results if schema.returns else None
+
+
+def _only_of_the_capture(results: Any) -> bool:
+    """Whether what is written was made in this capture: it may show already what the graph will write."""
+    tensors = _tensors(results)
+    return bool(tensors) and all(tensor.untyped_storage().data_ptr() in _captured for tensor in tensors)
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> Any:
@@ -188,6 +206,8 @@ def _transfer(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) ->
 
 
 def _clone(tensor: torch.Tensor, memory_format: Any = None) -> torch.Tensor:
+    if torch.npu.is_current_stream_capturing():
+        return invoke(_clone_operator._schema, _clone_operator, tensor, memory_format=memory_format)
     return torch.empty_like(tensor, memory_format=memory_format or torch.preserve_format).copy_(tensor)
 
 

@@ -54,6 +54,12 @@ def counters() -> Counters:
     return found
 
 
+def abandon_graphs() -> None:
+    """Graphs that wait for an event go away: after a test in which they must."""
+    acl.fakecann_abandon_graphs()
+    _errors.clear()
+
+
 def num_nodes() -> int:
     return len(_nodes)
 
