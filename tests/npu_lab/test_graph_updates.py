@@ -1,5 +1,5 @@
-"""The NPU platform's graphs with the attention that is told lengths by the host: replays that follow one another without
-the host waiting, against torch's attention; and with one line of the code removed, which the fake device notices.
+"""The NPU platform's graphs with the attention that is told lengths by the host: replays that follow one another
+without the host waiting, against torch's attention; and with a line of the code removed, which the device notices.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ MUTATIONS = [
 
 @pytest.mark.parametrize(("module", "old", "new"), MUTATIONS, ids=[f"{old.strip()} > {new.strip()}"
                                                                      for _, old, new in MUTATIONS])
-def test_what_is_removed_is_missed(device: torch.device, abandoned: None, module: ModuleType, old: str, new: str) -> None:
+def test_what_is_removed_is_missed(
+    device: torch.device, abandoned: None, module: ModuleType, old: str, new: str
+) -> None:
     modules = {one: mutated(one, old, new) if one is module else one for one in (npu_graph, npu_attention)}
     with pytest.raises((RuntimeError, AssertionError, TypeError)):
         check(modules[npu_graph], modules[npu_attention])
@@ -148,9 +150,8 @@ def test_tasks_do_not_keep_the_graphs_memory(device: torch.device) -> None:
         wide = torch.zeros(1 << 14, HEADS, DIM, dtype=torch.float16, device="npu")  # 2 MiB a layer
         attention.graph_tasks = backend.tasks
 
-        def run() -> torch.Tensor:
-            out = wide
-            for _ in range(layers):  # noqa: B023
+        def run(out: torch.Tensor = wide, layers: int = layers) -> torch.Tensor:
+            for _ in range(layers):
                 new = torch.empty_like(out)
                 attention.graph_tasks.launch(lambda tensors: tensors[1].copy_(tensors[0]), (out, new))  # noqa: B023
                 out = new
@@ -171,12 +172,13 @@ def builder_steps(module: ModuleType) -> list[list[int]]:
                                   pinned=True, new_event=platform.new_event)
     torch.npu.synchronize()
     found = []
-    for number in range(1, 4):
-        def i32(*values: int) -> bytes:
-            return np.array(values, np.int32).tobytes()
 
-        step = StepInput(step_id=number, num_decodes=2, rows=i32(0, 1), start=i32(number, 2 * number), num_new=i32(1, 1),
-                         tokens=i32(10 * number, 11 * number), block_table=i32(1, 2), table_width=1,
+    def i32(*values: int) -> bytes:
+        return np.array(values, np.int32).tobytes()
+
+    for number in range(1, 4):
+        step = StepInput(step_id=number, num_decodes=2, rows=i32(0, 1), start=i32(number, 2 * number),
+                         num_new=i32(1, 1), tokens=i32(10 * number, 11 * number), block_table=i32(1, 2), table_width=1,
                          sample_source=i32(0, 1), sample_rows=i32(0, 1), sample_output=i32(0, 0), admitted=[],
                          released=[])
         found.append(builder.build(step).input.token_ids.clone())

@@ -1,8 +1,8 @@
 """What captured graphs cost, found out before the KV cache is sized, and how many of them the device can hold.
 
-Graphs refer to the cache's memory, so they can only be captured after it has been allocated. `measure` therefore captures
-the two largest over a cache of two blocks first, looks at what they took, and gives it all back. The largest pays for
-the memory that all share, the second shows what each further one adds.
+Graphs refer to the cache's memory, so they can only be captured after it has been allocated. `measure` therefore
+captures the two largest over a cache of two blocks first, looks at what they took, and gives it all back. The largest
+pays for the memory that all share, the second shows what each further one adds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from xllm_platform.base import Platform
 
@@ -62,8 +63,8 @@ def measure(platform: Platform, capture: Callable[[list[int]], GraphRunner], siz
     del runners
     gc.collect()
     platform.empty_cache()
-    taken = [max(0, before - after) for before, after in zip(free, free[1:])]
-    used = [before - after for before, after in zip(streams, streams[1:]) if before is not None and after is not None]
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    used = [before - after for before, after in pairwise(streams) if before is not None and after is not None]
     return GraphCost(taken[0], taken[-1], used[-1] if used else 0, streams[0])
 
 
@@ -73,8 +74,8 @@ def fitting(sizes: list[int], count: int, cost: GraphCost) -> list[int]:
         return sizes
     if count < 1:
         raise LoadError(
-            f"The device has {cost.streams_left} streams left, of which {STREAMS_KEPT} are kept free, and a graph takes "
-            f"{cost.further_streams}: turn enable_graph off, or end what else uses the device.")
+            f"The device has {cost.streams_left} streams left, of which {STREAMS_KEPT} are kept free, and a graph "
+            f"takes {cost.further_streams}: turn enable_graph off, or end what else uses the device.")
     last = len(sizes) - 1
     kept = sorted({sizes[last - round(i * last / max(1, count - 1))] for i in range(count)})
     log.warning("the device's streams (%s left, %d a graph) allow %d of %d graphs: batch sizes %s are captured",

@@ -1,8 +1,9 @@
 """Decode steps through captured graphs, one for each batch-size bucket; behind the platform's graph interface.
 
 Capture goes from the largest size down, so that smaller graphs reuse the memory of larger ones. A batch runs in the
-smallest bucket that holds it, padded with rows that touch only the dummy block. An attention backend that is told lengths
-by the host gets the platform's `GraphTasks` while graphs are captured; `prepare` then sets what the replay tells it.
+smallest bucket that holds it, padded with rows that touch only the dummy block. An attention backend that is told
+lengths by the host gets the platform's `GraphTasks` while graphs are captured; `prepare` then sets what the replay
+tells it.
 """
 
 from __future__ import annotations

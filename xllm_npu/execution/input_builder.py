@@ -61,7 +61,8 @@ class BuiltStep:
 class InputBuilder:
     def __init__(
         self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool,
-        two_rotations: bool = False, slot_dtype: torch.dtype = torch.int64, new_event: Callable[[], Event] | None = None,
+        two_rotations: bool = False, slot_dtype: torch.dtype = torch.int64,
+        new_event: Callable[[], Event] | None = None,
     ) -> None:
         """`two_rotations`: the model wants position 2p, or 2p + 1 for rows admitted as such, instead of p.
 

@@ -107,7 +107,9 @@ def cache_blocks(
     settings: Settings, rank: Rank, platform: Platform, backend: type[PagedBackend], spec: Any,
     config: ModelConfig, shape: StepShape, graph_bytes: int = 0,
 ) -> tuple[int, StepShape]:
-    """Blocks (the dummy included), leaving `graph_bytes` to graphs; the shape, with a max_model_len nobody asked for cut to what the cache holds."""
+    """Blocks (the dummy included), leaving `graph_bytes` to graphs; the shape, with a max_model_len nobody asked for
+    cut to what the cache holds.
+    """
     kv, memory = settings.kv_cache, platform.memory_info()
     explicit = "max_memory_utilization" in kv.model_fields_set
     sharers = rank.ranks_here if platform.capabilities.shared_memory else 1
@@ -151,8 +153,9 @@ def graph_sizes(
         raise LoadError(f"The attention backend {backend.__name__} reads lengths on the host and cannot be captured "
                         "in a graph: turn enable_graph off.")
     if backend.host_lengths and platform.graph_backend().tasks is None:
-        raise LoadError(f"The attention backend {backend.__name__} is told lengths by the host, which graphs of platform "
-                        f"{platform.name} cannot take: choose another with --attention_backend, or turn enable_graph off.")
+        raise LoadError(f"The attention backend {backend.__name__} is told lengths by the host, which graphs of "
+                        f"platform {platform.name} cannot take: choose another with --attention_backend, or turn "
+                        "enable_graph off.")
     if capabilities.graph == "capture" and settings.parallel.expert_parallel_degree == 2:
         raise LoadError("With expert_parallel_degree=2 devices tell each other in each layer how many tokens come, "
                         "which no graph can hold: turn enable_graph off, or set expert_parallel_degree to 1.")

@@ -60,7 +60,7 @@ class SampleResult:
     logprobs: DeviceLogprobs | None
 
     def to_host(self) -> HostSample:
-        """Waits for the device, with one copy but for log probabilities: bad rows are marked by ~token, which is < 0."""
+        """Waits for the device. One copy, but for log probabilities: bad rows come as ~token, which is < 0."""
         marked = torch.where(self.bad_rows, ~self.tokens, self.tokens).to(torch.int32).cpu().numpy()
         bad = marked < 0
         return HostSample(
