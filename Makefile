@@ -21,7 +21,7 @@ NPU_INSTALLED := $(NPU_VENV)/.installed-npu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full test-ray test-npu lint lint-docker bench-host clean
+.PHONY: help serve install install-dev test test-full test-ray test-npu device-check lint lint-docker bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m npu_lab tests/npu_lab $(PYTEST_ARGS)
+
+device-check:  ## on a GPU machine: correctness, then times, in under 8 minutes (installs nothing; ARGS: e.g. --dry-run)
+	$(PYTHON) benchmarks/device_check.py $(ARGS)
 
 lint: install-dev  ## ruff, mypy, import rules
 	$(BIN)/ruff check .
@@ -76,7 +79,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev,triton]'
 	@touch $(INSTALLED) $@
 
 $(NPU_INSTALLED): pyproject.toml constraints-npu.txt | $(NPU_VENV)/bin/python

@@ -52,8 +52,11 @@ def read_region(read: Callable[[tuple[slice, ...]], torch.Tensor], region: Regio
 
 def open_source(path: str | Path) -> WeightSource:
     """A directory of safetensors or a .gguf file."""
-    from xllm_models.weights.gguf_source import GgufSource
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from xllm_models.weights.gguf_source import GgufSource
+
+        return GgufSource(path)
     from xllm_models.weights.safetensors_source import SafetensorsSource
 
-    path = Path(path)
-    return GgufSource(path) if path.suffix == ".gguf" else SafetensorsSource(path)
+    return SafetensorsSource(path)

@@ -1,0 +1,52 @@
+"""Greedy tokens of a tiny checkpoint in float32 through the whole engine, against torch's operators on the CPU.
+
+Scheduler, paged cache with shared prefixes, overlap, sampler and, where the device has them, graphs; then with chunked
+prompts, without overlap, and with a cache so small that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+from part import Part
+from xllm_models.backends import get_attention
+
+from tests.support.engine import run_engine
+
+STEPS = 24
+WAYS: dict[str, dict[str, Any]] = {
+    "as served": {},
+    "chunked prompts": {"max_tokens_per_batch": 48},
+    "no overlap": {"enable_schedule_overlap": False},
+    "preemption": {"max_cache_size": "400KiB"},
+}
+
+
+def main() -> None:
+    part = Part()
+    capabilities = part.platform().capabilities
+    steps = 6 if part.dry_run else STEPS
+    asked = checkpoints.prompts(8)
+    asked += [asked[0][:150] + [9, 8, 7], asked[0][:150] + [1, 2, 3]]  # prefixes that the cache knows
+    with tempfile.TemporaryDirectory() as folder:
+        directory = checkpoints.make(Path(folder), "llama")
+        expected = checkpoints.reference(directory, asked, steps)
+        for name in capabilities.attention_backends:
+            backend = get_attention(name)
+            for graph in (False, True):
+                if graph and (capabilities.graph != "capture" or not backend.capture_safe):
+                    continue  # a compiled graph is the CPU's, whose tests are elsewhere
+                for way, settings in WAYS.items():
+                    with part.check(f"{name}, {'graph' if graph else 'eager'}, {way}") as found:
+                        part.need(5)
+                        answers, _ = run_engine(directory, asked, steps, platform=part.platform_name,
+                                                attention_backend=name, enable_graph=graph, **settings)
+                        wrong = checkpoints.difference(answers, expected)
+                        found |= {"ok": not wrong, "detail": wrong}
+
+
+if __name__ == "__main__":
+    main()
