@@ -74,8 +74,9 @@ def run_part(part: Part, args: argparse.Namespace, seconds: float) -> dict[str, 
     lacking = missing(part.needs)
     if lacking:
         return {"status": "skipped", "seconds": 0.0, "findings": [], "reason": f"not installed: {', '.join(lacking)}"}
-    command = [sys.executable, "-u", str(HERE / "device_check_parts" / f"check_{part.name}.py"), "--platform", args.platform,
-               "--seconds", f"{seconds:.0f}", *(["--dry-run"] if args.dry_run else [])]
+    script = HERE / "device_check_parts" / f"check_{part.name}.py"
+    command = [sys.executable, "-u", str(script), "--platform", args.platform, "--seconds",
+               f"{seconds:.0f}", *(["--dry-run"] if args.dry_run else [])]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,

@@ -43,7 +43,8 @@ class Case:
 
     def fits(self, batch: int) -> None:
         """Raises OutOfTime, which skips the case, where the keys and values have no room."""
-        need, free = 1.15 * batch * self.context * shapes.kv_bytes_per_token(self.shape), self.platform.memory_info().free
+        need = 1.15 * batch * self.context * shapes.kv_bytes_per_token(self.shape)
+        free = self.platform.memory_info().free
         if need > free:
             raise OutOfTime(f"the cache takes {need / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
 
@@ -66,7 +67,7 @@ class Case:
     def _our_ms(self, model: torch.nn.Module, attention: str, batch: int, graph: bool) -> float:
         decoder = PagedDecoder(self.platform, model, attention, rows=batch, longest=self.context,  # type: ignore[arg-type]
                                block_size=self.block_size)
-        input = decoder.decode_input([7] * batch, np.full(batch, self.context, np.int32))
+        input = decoder.decode_input([7] * batch, np.full(batch, self.context, np.int32), graph)
         step = decoder.replay if graph else decoder.forward
         return self.part.median_ms(self.platform, lambda: step(input))
 

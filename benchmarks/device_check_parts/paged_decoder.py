@@ -79,10 +79,10 @@ class PagedDecoder:
 
     def decode(self, tokens: list[int], lengths: np.ndarray, graph: bool) -> torch.Tensor:
         """One step: a token for each of the first B rows -> the next tokens, [B] int64."""
-        input = self.decode_input(tokens, lengths)
+        input = self.decode_input(tokens, lengths, graph)
         return self.replay(input) if graph else self.forward(input)
 
-    def decode_input(self, tokens: list[int], lengths: np.ndarray) -> ForwardInput:
+    def decode_input(self, tokens: list[int], lengths: np.ndarray, graph: bool) -> ForwardInput:
         """`lengths` [B] int32 count the new tokens. Every input of B rows lies in the same device memory."""
         rows = lengths.size
         positions = lengths.astype(np.int64) - 1
@@ -95,7 +95,7 @@ class PagedDecoder:
             num_decodes=rows, num_prefills=0, query_start=self._query_start[: rows + 1],
             seq_lens=self._seq_lens[:rows], block_table=self._block_table[:rows], slot_mapping=self._slots[:rows],
             query_start_host=np.arange(rows + 1, dtype=np.int32), seq_lens_host=lengths.copy(),
-            max_seq_len=int(lengths.max()))
+            max_seq_len=int(lengths.max()), as_graph=graph)
         return ForwardInput(self._tokens[:rows], self._positions[:rows], metadata)
 
     @torch.inference_mode()

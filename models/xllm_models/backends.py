@@ -25,11 +25,14 @@ _ATTENTION = {
     "numba": "xllm_models.attention.cpu_attention:CpuAttention",
     "npu": "xllm_models.attention.npu_attention:NpuAttention",
     "cuda": "xllm_models.attention.cuda_attention:CudaAttention",
+    "triton": "xllm_models.attention.triton_attention:TritonAttention",
+    "flashinfer": "xllm_models.attention.flashinfer_attention:FlashInferAttention",
 }
 # Latent attention, under the same names; where one has none, torch's serves.
 _MLA_ATTENTION = {
     "torch": "xllm_models.attention.torch_mla:TorchMla",
     "numba": "xllm_models.attention.cpu_mla:CpuMla",
+    "triton": "xllm_models.attention.triton_attention:TritonMla",
 }
 
 

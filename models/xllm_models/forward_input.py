@@ -26,6 +26,7 @@ class AttentionMetadata:
     query_start_host: np.ndarray  # [B+1] int32
     seq_lens_host: np.ndarray  # [B] int32
     max_seq_len: int
+    as_graph: bool = False  # a decode step that a graph runs: B and M are the graph's, padded rows are the dummy's
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import torch
 from xllm_models.attention.cpu_attention import CpuAttention
 from xllm_models.attention.cpu_mla import CpuMla
 from xllm_models.attention.cuda_attention import CudaAttention
+from xllm_models.attention.flashinfer_attention import FlashInferAttention
 from xllm_models.attention.npu_attention import NpuAttention
 from xllm_models.attention.torch_attention import TorchAttention
 from xllm_models.attention.torch_mla import TorchMla
@@ -42,6 +43,14 @@ def choose(asked, offered, *needs, config=CONFIG, dtype=torch.bfloat16):
 ])
 def test_the_first_that_can_is_taken(asked, offered, needs, expected):
     assert choose(asked, offered, *needs) is expected
+
+
+def test_one_that_does_not_take_the_heads_is_passed_over():
+    offered = ("flashinfer", "cuda", "torch")
+    assert choose("auto", offered) is CudaAttention
+    assert choose("auto", offered, config=dataclasses.replace(CONFIG, head_dim=128)) is FlashInferAttention
+    with pytest.raises(LoadError, match=r"heads have 8 values.*flashinfer takes 64, 128, 256.*auto or to one of cuda"):
+        choose("flashinfer", offered)
 
 
 def test_one_that_does_not_compute_in_the_dtype_is_passed_over():

@@ -120,6 +120,7 @@ class InputBuilder:
             self.block_table.host[: size * width] = table.reshape(-1)
         padded = graph_size or size
         model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded)
+        model_input.attention.as_graph = graph_size > 0
         model_input.dp_tokens = tuple(graph_size or tokens_there for tokens_there in step.dp_tokens)
         self._fill_placeholders(rows[: step.num_decodes], tokens[: step.num_decodes])
         source = step.array("sample_source")
@@ -139,6 +140,7 @@ class InputBuilder:
         self._pad(0, graph_size)
         self.block_table.host[: graph_size * self.max_blocks] = 0
         model_input = self._send(graph_size, graph_size, self.max_blocks, graph_size)
+        model_input.attention.as_graph = True
         model_input.dp_tokens = (graph_size,) * dp_size if dp_size > 1 else ()
         return model_input
 

@@ -72,6 +72,7 @@ def choose_attention(
                         f"set --attention_backend to one of {', '.join(offered)}.")
     backends = {one: attention_for(config, one) for one in offered}
     offered = _computing_in(dtype, backends, name, platform)
+    offered = _with_heads_of(config.head_dim, {one: backends[one] for one in offered}, name)
     able = [one for one in offered if needs <= backends[one].features]
     lacking = " and ".join(sorted(needs))
     if not able:
@@ -99,6 +100,16 @@ def _computing_in(
     if asked != "auto" and asked not in able:
         others = " or ".join(sorted(str(one).removeprefix("torch.") for one in backends[asked].dtypes))
         raise LoadError(f"Attention backend {asked} does not compute in {word}: set --dtype to {others}, or "
+                        f"--attention_backend to auto or to one of {', '.join(able)}.")
+    return able
+
+
+def _with_heads_of(head_dim: int, backends: dict[str, type[PagedBackend]], asked: str) -> tuple[str, ...]:
+    """The names of those that take such heads; refuses if that leaves not the one asked for."""
+    able = tuple(name for name, backend in backends.items() if not backend.head_sizes or head_dim in backend.head_sizes)
+    if asked != "auto" and asked not in able:
+        known = ", ".join(map(str, sorted(backends[asked].head_sizes)))
+        raise LoadError(f"The model's heads have {head_dim} values, and attention backend {asked} takes {known}: set "
                         f"--attention_backend to auto or to one of {', '.join(able)}.")
     return able
 

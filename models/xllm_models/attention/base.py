@@ -56,6 +56,7 @@ class PagedBackend(ABC):
     spec: Any  # AttentionSpec or MlaSpec
     features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
     dtypes: frozenset[torch.dtype] = frozenset()  # what it computes in; empty: whatever the platform does
+    head_sizes: frozenset[int] = frozenset()  # values of a head that it takes; empty: any
     # Whether `forward` may be captured in a graph: it reads what changes between steps from device memory, or launches
     # through `graph_tasks` what is told lengths by the host. Else it would replay with those of the capture.
     capture_safe: bool = False

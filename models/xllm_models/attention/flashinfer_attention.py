@@ -12,7 +12,6 @@ after the other), `last_page_len` [B] (1..block_size). Source: docs.flashinfer.a
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +23,7 @@ from xllm_models.attention.torch_attention import TorchAttention
 from xllm_models.forward_input import AttentionMetadata
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
-HEAD_SIZES = (64, 128, 256)  # that its prefill and decode kernels are made for
 _TENSOR_CORE_GROUP = 4  # query heads of one key head from which decode is faster on tensor cores
-
-
-def installed() -> bool:
-    return importlib.util.find_spec("flashinfer") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +51,10 @@ class _Pages:
 class FlashInferAttention(TorchAttention):
     features = frozenset({"softcap"})
     dtypes = frozenset((torch.float16, torch.bfloat16))
+    head_sizes = frozenset((64, 128, 256))
     capture_safe = True
 
     def __init__(self, spec: AttentionSpec) -> None:
-        if spec.head_dim not in HEAD_SIZES:
-            known = ", ".join(map(str, HEAD_SIZES))
-            raise ValueError(f"FlashInfer attends with heads of {known} values, and the model's have {spec.head_dim}: "
-                             "set --attention_backend to triton or torch")
         super().__init__(spec)
         self._library = importlib.import_module("flashinfer")
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
@@ -71,6 +62,7 @@ class FlashInferAttention(TorchAttention):
         self._decode: dict[_Kind, Any] = {}  # the step's wrappers, planned
         self._prefill: dict[_Kind, Any] = {}
         self._eager_decode: dict[_Kind, Any] = {}
+        self._eager_prefill: dict[_Kind, Any] = {}
         self._graph_decode: dict[tuple[int, _Kind], Any] = {}  # by batch size
         self._decode_pages: _Pages | None = None
         self._prefill_pages: _Pages | None = None
@@ -158,7 +150,8 @@ class FlashInferAttention(TorchAttention):
         indptr = np.zeros(end - begin + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
         # Where in the table [B, M] the rows' pages lie: row r's are its first counts[r] columns.
-        place = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts) + np.repeat(np.arange(begin, end) * width, counts)
+        firsts = np.arange(begin, end) * width
+        place = np.arange(indptr[-1]) + np.repeat(firsts - indptr[:-1], counts)
         picked = torch.from_numpy(place.astype(np.int64)).to(self.spec.device, non_blocking=True)
-        return _Pages(torch.from_numpy(indptr), torch.from_numpy((lengths - (counts - 1) * block_size).astype(np.int32)),
-                      metadata.block_table.reshape(-1)[picked])
+        last = (lengths - (counts - 1) * block_size).astype(np.int32)
+        return _Pages(torch.from_numpy(indptr), torch.from_numpy(last), metadata.block_table.reshape(-1)[picked])

@@ -33,12 +33,26 @@ class TorchMla(MlaBackend):
     def forward(
         self, layer: LayerAttention, query: torch.Tensor, latent: torch.Tensor, up: torch.Tensor
     ) -> torch.Tensor:
+        assert self._metadata is not None, "prepare comes before forward"
+        self.write(layer.layer, latent)
+        out = query.new_empty(query.shape[0], self.spec.num_heads, self.spec.value_size)
+        self.attend_rows(layer, query, up, out)
+        return out.flatten(1)
+
+    def write(self, layer: int, latent: torch.Tensor) -> None:
+        """latent [T, C + R] to the step's slots."""
+        assert self._metadata is not None
+        self.caches[layer].view(-1, self.spec.width)[self._metadata.slot_mapping] = latent.to(self.spec.dtype)
+
+    def attend_rows(
+        self, layer: LayerAttention, query: torch.Tensor, up: torch.Tensor, out: torch.Tensor, first_row: int = 0
+    ) -> None:
+        """Fill out [T, H, V] for the rows from `first_row` on."""
         metadata, spec, cache = self._metadata, self.spec, self.caches[layer.layer]
-        assert metadata is not None, "prepare comes before forward"
-        cache.view(-1, spec.width)[metadata.slot_mapping] = latent.to(spec.dtype)
-        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_size)
+        assert metadata is not None
         starts, lengths = metadata.query_start_host.tolist(), metadata.seq_lens_host.tolist()
-        for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths)):
+        for row in range(first_row, len(lengths)):
+            begin, end, length = starts[row], starts[row + 1], lengths[row]
             blocks = metadata.block_table[row, : -(-length // spec.block_size)].long()
             latents = cache[blocks].flatten(0, 1)[:length].float()  # [length, C + R]
             step = max(1, _EXPANDED // (length * max(spec.nope_size + spec.rope_size, spec.value_size, end - begin)))
@@ -46,7 +60,6 @@ class TorchMla(MlaBackend):
                 heads = slice(first, first + step)
                 keys, values = expand(latents, up[heads].float(), spec)
                 out[begin:end, heads] = attend(query[begin:end, heads], keys, values, layer).to(out.dtype)
-        return out.flatten(1)
 
 
 def expand(latents: torch.Tensor, up: torch.Tensor, spec: MlaSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,6 +57,7 @@ class CudaPlatform(AcceleratorPlatform):
     @property
     def capabilities(self) -> Capabilities:
         bfloat16 = self._runtime().get_device_capability(self._index) >= (8, 0)
+        compiled = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is not None]
         return Capabilities(
             graph="capture",
             streams=True,
@@ -64,9 +65,8 @@ class CudaPlatform(AcceleratorPlatform):
             dtypes=("bfloat16", "float16", "float32") if bfloat16 else ("float16", "float32"),
             default_block_size=128,
             default_graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            attention_backends=("cuda", "torch"),
-            kernels="torch",
-            notes=("operators are torch's own until GPU kernels are bound",),
+            attention_backends=(*compiled, "cuda", "torch"),
+            kernels="cuda",
         )
 
     def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:
