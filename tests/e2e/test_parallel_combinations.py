@@ -86,6 +86,6 @@ def test_smollm2(models, tmp_path, flags):
     directory, cases = models.smollm2()
     cache = f"{48 // (3 if '--tp-size' in flags else 1)}MiB"
     with ServerProcess(directory, tmp_path, *flags, "--dtype", "float32", "--max-model-len", "1024",
-                       "--max-tokens-per-batch", "256", "--max-cache-size", cache,
+                       "--max-tokens-per-batch", "256", "--block-size", "16", "--max-cache-size", cache,
                        "--prefill-scheduling-memory-usage-threshold", "1.0") as server:
         check(server, cases, flags)
