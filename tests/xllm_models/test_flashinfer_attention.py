@@ -1,4 +1,4 @@
-"""The FlashInfer backend over a stand-in for the library: the plans it makes, their page tables, and when it makes them."""
+"""The FlashInfer backend over a stand-in for the library: the plans it makes, for which steps, with which page tables."""
 
 from __future__ import annotations
 
