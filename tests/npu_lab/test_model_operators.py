@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 from xllm_models.attention import npu_attention, torch_attention
 from xllm_models.attention.base import AttentionSpec, LayerAttention
 from xllm_models.forward_input import AttentionMetadata
-from xllm_models.ops import npu_ops, torch_ops
+from xllm_models.moe_config import MoeConfig
+from xllm_models.ops import npu_moe, npu_ops, npu_quant, torch_moe, torch_ops, torch_quant
 
 from tests.npu_lab.mutation import mutated
 
@@ -41,6 +43,69 @@ def check_operators(ops: ModuleType) -> None:
     for activation in ("silu", "gelu"):
         same(ops.act_and_mul(x.npu(), activation), torch_ops.act_and_mul(x, activation))
     check_rotary(ops)
+    check_filters(ops)
+
+
+def check_filters(ops: ModuleType) -> None:
+    for dtype in (torch.float32, torch.float16):
+        logits = torch.randn(5, 60).to(dtype)
+        top_k = torch.tensor([1, 7, 60, 20, 3], dtype=torch.int32)
+        top_p = torch.tensor([1.0, 0.7, 0.4, 1.0, 0.5])
+        found = ops.top_k_top_p(logits.npu(), top_k.npu(), top_p.npu()).cpu()
+        assert torch.equal(found, torch_ops.top_k_top_p(logits, top_k, top_p))
+
+
+def moe(**changes: Any) -> MoeConfig:
+    return MoeConfig(**{"num_experts": 8, "top_k": 3, "intermediate_size": 16, "layers": (True,), **changes})
+
+
+ROUTERS = [moe(), moe(normalize=False, scaling_factor=2.0), moe(scoring="softmax_top_k"),
+           moe(num_groups=4, top_groups=2), moe(scoring="sigmoid", normalize=False),
+           moe(scoring="sigmoid", num_groups=4, top_groups=2, group_score="top2_sum", scaling_factor=2.5),
+           moe(scoring="sigmoid", num_groups=2, top_groups=1), moe(scoring="sigmoid")]
+
+
+def check_experts(ops: ModuleType) -> None:
+    torch.manual_seed(4)
+    logits, bias = torch.randn(9, 8), torch.rand(8)
+    for config in ROUTERS:
+        for given in (None, bias):
+            weights, ids = ops.route(logits.npu(), config, None if given is None else given.npu())
+            wanted, wanted_ids = torch_moe.route(logits, config, given)
+            assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+            same(by_expert(weights.cpu(), ids.cpu()), by_expert(wanted, wanted_ids))
+    weights, ids = torch_moe.route(logits, ROUTERS[0])
+    x, gate_up, down = (torch.randn(shape).half() for shape in ((9, 24), (8, 32, 24), (8, 24, 16)))
+    ids[2, 1], ids[4] = -1, -1  # nobody's
+    ids[ids == 7] = -1  # an expert without tokens
+    for first, last in ((0, 8), (0, 4), (4, 8), (7, 8)):
+        inputs = (x, ids, weights, gate_up[first:last].contiguous(), down[first:last].contiguous())
+        found = ops.moe_experts(*(one.npu() for one in inputs), first)
+        torch.testing.assert_close(found.cpu(), torch_moe.moe_experts(*inputs, "silu", first), rtol=1e-2, atol=0.15)
+
+
+def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, 8]; the place of an expert among the chosen says nothing."""
+    return torch.zeros(weights.shape[0], 8).scatter_(1, ids.long(), weights)
+
+
+def check_quantised(ops: ModuleType) -> None:
+    torch.manual_seed(5)
+    for dtype in (torch.float16, torch.bfloat16):
+        x, weight = torch.randn(6, 32).to(dtype), torch.randint(-127, 128, (24, 32), dtype=torch.int8)
+        x[3] = 0
+        scale = torch.rand(24) / 100
+        quantised, x_scale = ops.dynamic_quant(x.npu())
+        expected, expected_scale = torch_quant.dynamic_quant(x)
+        assert (quantised.cpu().int() - expected.int()).abs().max() <= 1
+        same(x_scale, expected_scale)
+        found = ops.quant_matmul(quantised, x_scale, ops.pack_quantized(weight.npu()), scale.npu(), dtype)
+        packed = torch_quant.pack_quantized(weight)
+        wanted = torch_quant.quant_matmul(quantised.cpu(), x_scale.cpu(), packed, scale, dtype)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu(), wanted)
+        whole = x.float() @ (weight.float() * scale.unsqueeze(1)).t()
+        torch.testing.assert_close(found.cpu().float(), whole, rtol=0.1, atol=0.15)
 
 
 def check_rotary(ops: ModuleType) -> None:
@@ -54,6 +119,8 @@ def check_rotary(ops: ModuleType) -> None:
             inputs = [qkv, positions, table, HEADS, KV, *given]
             on_device = [one.npu() if isinstance(one, torch.Tensor) else one for one in inputs]
             same(ops.rotary(*on_device), torch_ops.rotary(qkv.clone(), *inputs[1:]))
+    heads, table = qkv.view(7, -1, DIM), torch.cat(((a := torch.rand(10, DIM // 2) * 6).cos(), a.sin()), -1)
+    same(ops.rotary_pairs(heads.npu(), positions.npu(), table.npu()), torch_ops.rotary_pairs(heads, positions, table))
 
 
 def metadata(device: str) -> AttentionMetadata:
@@ -93,10 +160,20 @@ def test_operators_equal_the_reference() -> None:
     check_operators(npu_ops)
 
 
+def test_experts_equal_the_reference() -> None:
+    check_experts(npu_moe)
+
+
+def test_quantised_products_equal_the_reference() -> None:
+    check_quantised(npu_quant)
+
+
 def test_attention_equals_the_reference() -> None:
     check_attention(npu_attention)
 
 
+CHECKS: dict[ModuleType, Callable[[ModuleType], None]] = {
+    npu_ops: check_operators, npu_attention: check_attention, npu_moe: check_experts, npu_quant: check_quantised}
 MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (npu_ops, "npu_rms_norm(x, weight, eps)", "npu_rms_norm(weight, x, eps)"),
     (npu_ops, "npu_rms_norm(x, weight, eps)", "npu_rms_norm(x, weight)"),
@@ -110,6 +187,49 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (npu_ops, "torch.cat((cos, cos), dim=-1)", "torch.cat((cos, sin), dim=-1)"),
     (npu_ops, "npu_swiglu(x)", "npu_swiglu(x, 0)"),
     (npu_ops, "npu_swiglu(x)", "npu_swiglu(x=x)"),
+    (npu_ops, 'rotary_mode="interleave"', 'rotary_mode="half"'),
+    (npu_ops, "repeat_interleave(2, dim=-1)", "repeat(1, 2)"),
+    (npu_ops, "top_p.to(logits.dtype), top_k)", "top_k, top_p.to(logits.dtype))"),
+    (npu_ops, "top_p.to(logits.dtype), top_k)", "top_p, top_k)"),
+    (npu_ops, "top_p.to(logits.dtype), top_k)", "None, top_k)"),
+    (npu_ops, "top_p.to(logits.dtype), top_k)", "top_p.to(logits.dtype), top_k.long())"),
+    (npu_moe, "\n            logits, moe.top_k,", "\n            moe.top_k, logits,"),
+    (npu_moe, "bias=bias, ", ""),
+    (npu_moe, "k_group=moe.top_groups if grouped else 1", "k_group=1"),
+    (npu_moe, "group_count=moe.num_groups if grouped", "group_count=1 if grouped"),
+    (npu_moe, "_BEST_EXPERT, _BEST_TWO = 0, 1", "_BEST_EXPERT, _BEST_TWO = 1, 0"),
+    (npu_moe, "_SIGMOID = 1", "_SIGMOID = 0"),
+    (npu_moe, ",\n            routed_scaling_factor=moe.scaling_factor)", ")"),
+    (npu_moe, "(logits, None, k=moe.top_k)", "(logits, None, k=moe.top_k + 1)"),
+    (npu_moe, "(logits, None, k=moe.top_k)", "(logits, moe.top_k, None)"),
+    (npu_moe, "expert_tokens_num_type=_COUNTS", "expert_tokens_num_type=0"),
+    (npu_moe, "expert_tokens_num_flag=True, ", ""),
+    (npu_moe, "active_expert_range=[0, count]", "active_expert_range=[0, count + 1]"),
+    (npu_moe, "quant_mode=_NOT_QUANTISED", "quant_mode=0"),
+    (npu_moe, "row_idx_type=0", "row_idx_type=1"),
+    (npu_moe, "active_num=num_tokens * top_k", "active_num=num_tokens"),
+    (npu_moe, "x, local, active_num", "local, x, active_num"),
+    (npu_moe, "group_list_type=_COUNTS, ", ""),
+    (npu_moe, "group_type=_BY_ROWS, ", ""),
+    (npu_moe, "_ONE_MATRIX = 0, 2", "_ONE_MATRIX = 0, 0"),
+    (npu_moe, "matrices.transpose(1, 2)", "matrices"),
+    (npu_moe, "npu_swiglu(_grouped(rows, gate_up, tokens))", "npu_swiglu(_grouped(rows, gate_up, tokens), 0)"),
+    (npu_moe, "torch.where(place < tokens.sum(), outer, 0)", "outer"),
+    (npu_moe, "where.view(num_tokens, top_k) >= 0, weights, 0", "where.view(num_tokens, top_k) >= 0, 1.0, 0"),
+    (npu_moe, "where.clamp(min=0)", "where"),
+    (npu_moe, ".to(x.dtype)\n    return", "\n    return"),
+    (npu_moe, "_TOKEN_MAJOR = 2", "_TOKEN_MAJOR = 0"),
+    (npu_moe, "outer, None, None, None, share, where", "outer, None, None, share, None, where"),
+    (npu_quant, "npu_dynamic_quant(x)", "npu_dynamic_quant(x.float())"),
+    (npu_quant, "quantized, scale = torch", "scale, quantized = torch"),
+    (npu_quant, "_FRACTAL_NZ = 29", "_FRACTAL_NZ = 30"),
+    (npu_quant, "weight.t().contiguous(), _FRACTAL_NZ", "_FRACTAL_NZ, weight.t().contiguous()"),
+    (npu_quant, "weight.t().contiguous()", "weight"),
+    (npu_quant, "npu_quant_matmul(x, packed,", "npu_quant_matmul(packed, x,"),
+    (npu_quant, "weight_scale, pertoken_scale=x_scale", "x_scale, pertoken_scale=weight_scale"),
+    (npu_quant, "pertoken_scale=x_scale, ", ""),
+    (npu_quant, ", output_dtype=dtype", ""),
+    (npu_quant, "output_dtype=dtype", "output_dtype=torch.float16"),
     (npu_attention, "slot_mapping.to(torch.int32)", "slot_mapping.to(torch.float32)"),
     (npu_attention, 'cache_mode="Norm"', 'cache_mode="PA_NZ"'),
     (npu_attention, "key.contiguous(), value.contiguous()", "value.contiguous(), key.contiguous()"),
@@ -132,6 +252,5 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
 
 @pytest.mark.parametrize(("module", "old", "new"), MUTATIONS, ids=[new or f"no {old}" for _, old, new in MUTATIONS])
 def test_a_changed_call_fails_the_check(module: ModuleType, old: str, new: str) -> None:
-    check: Callable[[ModuleType], None] = check_operators if module is npu_ops else check_attention
     with pytest.raises((RuntimeError, TypeError, AssertionError)):
-        check(mutated(module, old, new))
+        CHECKS[module](mutated(module, old, new))

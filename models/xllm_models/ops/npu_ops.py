@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from xllm_models.ops import torch_moe, torch_ops
-from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear, route
+from xllm_models.ops import npu_moe, torch_moe, torch_ops
+from xllm_models.ops.npu_moe import route
+from xllm_models.ops.npu_quant import dynamic_quant, pack_quantized, quant_matmul
+from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear
 
-__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
-           "pack_linear", "rms_norm", "rotary", "route"]
+__all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "dynamic_quant", "linear", "linear_packed", "moe_experts",
+           "norm_and_rotate", "pack_linear", "pack_quantized", "quant_matmul", "rms_norm", "rotary", "rotary_pairs",
+           "route", "top_k_top_p"]
 
 
 ALL_EXPERTS_ROWS = 256  # rows up to which all experts are computed for all of them, without waiting for the device
@@ -56,6 +59,21 @@ def rotary(
     return torch.cat((query, key, value), dim=2).view(num_tokens, -1)
 
 
+def rotary_pairs(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, E], of each head the pairs (2i, 2i + 1) rotated; positions [T]; cos_sin [P, E] -> like x."""
+    cos, sin = cos_sin[positions].to(x.dtype).chunk(2, dim=-1)
+    cos, sin = (part.repeat_interleave(2, dim=-1).view(1, x.shape[0], 1, -1) for part in (cos, sin))
+    return torch.ops.npu.npu_rotary_mul(x.unsqueeze(0).contiguous(), cos, sin, rotary_mode="interleave")[0]
+
+
+def top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """logits [B, V]; top_k [B] int32 of 1..1024; top_p [B] of 0..1 -> logits, those that are filtered out -inf.
+
+    Of the top_k best, those are kept that the better ones leave short of top_p of their mass.
+    """
+    return torch.ops.npu.npu_top_k_top_p(logits, top_p.to(logits.dtype), top_k)
+
+
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation != "silu":
         return torch_ops.act_and_mul(x, activation)
@@ -67,6 +85,8 @@ def moe_experts(
     activation: str, first_expert: int = 0, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if activation == "silu" and gate_up_bias is None and down_bias is None:
+        return npu_moe.moe_experts(x, ids, weights, gate_up, down, first_expert)
     every = x.shape[0] <= ALL_EXPERTS_ROWS or torch.npu.is_current_stream_capturing()  # type: ignore[attr-defined]
     compute = torch_moe.moe_experts_of_all if every else torch_moe.moe_experts
     return compute(x, ids, weights, gate_up, down, activation, first_expert, gate_up_bias, down_bias)

@@ -69,6 +69,25 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: i
     return torch.cat(parts, dim=-1)
 
 
+def rotary_pairs(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, E], of each head the pairs (2i, 2i + 1) rotated; positions [T]; cos_sin [P, E] -> like x."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """logits [B, V]; top_k [B] int32 of 1..V; top_p [B] of 0..1 -> logits, those that are filtered out -inf.
+
+    Of the top_k best, those are kept that the better ones leave short of top_p of their mass.
+    """
+    values, order = logits.sort(dim=-1, descending=True)
+    values = values.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k.unsqueeze(1), -torch.inf)
+    mass = values.float().softmax(-1)
+    values = values.masked_fill(mass.cumsum(-1) - mass >= top_p.unsqueeze(1), -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, values)
+
+
 def norm_and_rotate(
     x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
 ) -> torch.Tensor:

@@ -80,7 +80,7 @@ def grouped_matmul(
     ends = (group_list.cumsum(0) if group_list_type == 1 else group_list).tolist()
     require(all(a <= b for a, b in zip([0, *ends], ends)) and ends[-1] <= rows.shape[0],
             f"the groups end at {ends}, of {rows.shape[0]} rows: is group_list_type right?")
-    out = torch.zeros(rows.shape[0], matrices.shape[2], dtype=rows.dtype)
+    out = torch.full((rows.shape[0], matrices.shape[2]), float("nan"), dtype=rows.dtype)  # beyond the groups: anything
     for i, (begin, end) in enumerate(zip([0, *ends], ends)):
         product = rows[begin:end].float() @ matrices[i].float()
         out[begin:end] = (product if not bias else product + bias[0][i].float()).to(rows.dtype)
