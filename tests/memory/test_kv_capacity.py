@@ -25,6 +25,13 @@ def test_limits_of_the_user_and_of_the_platform():
     assert num_kv_blocks(request(max_cache_bytes=900 * MIB)) == 900, "an explicit size is not cut by the ratio"
 
 
+def test_graphs_get_their_part_first():
+    assert num_kv_blocks(request(graph_bytes=150 * MIB)) == 550
+    assert num_kv_blocks(request(max_cache_bytes=800 * MIB, graph_bytes=200 * MIB)) == 800
+    with pytest.raises(CacheTooSmall, match="of which graphs take 201 MiB: lower max_cache_size"):
+        num_kv_blocks(request(max_cache_bytes=800 * MIB, graph_bytes=201 * MIB))
+
+
 def test_never_more_than_all_sequences_could_use():
     assert num_kv_blocks(request(max_model_len=17, max_seqs=3)) == 3 * 2 + 1
 

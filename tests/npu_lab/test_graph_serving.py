@@ -6,10 +6,12 @@ import inspect
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import torch
 from npu_emulator import dispatch, fake_cann
+from xllm_models.hub import resolve_model
 
 from tests.npu_lab.test_serving import CHUNKS, NEW_TOKENS, WAYS, float32, model, prompts  # noqa: F401
 from tests.support.engine import run_engine
@@ -74,6 +76,19 @@ def test_a_server_answers_a_client(model, tmp_path: Path) -> None:  # noqa: F811
                 model=directory.name, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0,
                 extra_body={"return_token_ids": True})
             assert answer.choices[0].model_extra["token_ids"] == tokens
+
+
+@pytest.mark.model
+def test_smollm2() -> None:
+    """Real weights, lengths of several blocks of 128."""
+    directory = resolve_model("smollm2").path
+    rng = np.random.default_rng(5)
+    asked = [rng.integers(0, 49152, n).tolist() for n in (3, 126, 300)]
+    options = {"max_cache_size": "64MiB", "block_size": 128, "max_model_len": 512}
+    expected, _ = run_engine(directory, asked, 8, platform="cpu", **options)
+    launches = fake_cann.counters().graph_launches
+    assert run_engine(directory, asked, 8, **GRAPHS, graph_batch_sizes=(2, 4), **options)[0] == expected
+    assert fake_cann.counters().graph_launches >= launches + 7
 
 
 def test_nothing_but_sampled_tokens_comes_to_the_host(model, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

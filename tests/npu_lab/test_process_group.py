@@ -35,7 +35,8 @@ def both(world: World) -> dict[str, Any]:
         found |= messages(world.rank, device)
         found["in graph"] = in_graph(world.rank, parallel.tp, device)
         found["refused"] = refused(device)
-        found["name"] = parallel.tp.handle._get_backend(device).get_hccl_comm_name(world.rank)
+        found["name"] = platform.communicator_name(parallel.tp)
+        found["cold"] = captured_cold(world.rank, device)
     return found
 
 
@@ -99,6 +100,30 @@ def in_graph(rank: int, group: Any, device: Any) -> list[list[float]]:
     return found
 
 
+def captured_cold(rank: int, device: Any) -> list[str]:
+    """A collective of a new group in a capture: without a run before, and with the runs that a backend makes."""
+    import torch
+    import torch.distributed as dist
+    from xllm_platform.base import PlatformError
+    from xllm_platform.collectives import all_reduce
+    from xllm_platform.parallel import Group
+    from xllm_platform.registry import select
+
+    found = []
+    x = torch.full((4,), rank + 1.0, device=device)
+    for runs in (0, 2):
+        group = Group((0, 1), rank, dist.new_group([0, 1]))
+        backend = select("npu").graph_backend()
+        backend.WARM_UP_RUNS = runs
+        try:
+            graph = backend.capture(lambda: all_reduce(x * 2, group))  # noqa: B023
+        except PlatformError as error:
+            found.append(str(error))
+        else:
+            found.append(str(graph.replay().tolist()))
+    return found
+
+
 def refused(device: Any) -> list[str]:
     """What torch_npu's own checks say to a reduction and a dtype that HCCL lacks."""
     import torch
@@ -142,6 +167,13 @@ def test_what_hccl_lacks_is_refused(answers) -> None:
     for found in answers:
         assert len(found["refused"]) == 2
         assert all("HCCL" in words for words in found["refused"])
+
+
+def test_a_communicator_is_made_before_a_capture(answers) -> None:
+    for found in answers:
+        refused, replayed = found["cold"]
+        assert "cannot be captured" in refused
+        assert replayed == str([6.0] * 4)
 
 
 def test_fused_operators_get_the_communicators_name(answers) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_int32, c_uint64, c_void_p
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -100,14 +101,14 @@ def test_no_memory_left(driver: VirtualMemoryDriver, platform: Platform) -> None
 
 
 WRONG: dict[str, tuple[Callable[[VirtualMemoryDriver, int, int], object], str]] = {
-    "mapped already": (lambda d, start, page: d.map(start, page), r"aclrtMapMem failed with 107000: an argument is inv"),
+    "mapped already": (lambda d, start, page: d.map(start, page), "aclrtMapMem failed with 107000: an argument"),
     "not reserved": (lambda d, start, page: d.map(start + 4 * d.granularity, page), "aclrtMapMem failed"),
     "between pages": (lambda d, start, page: d.map(start + 4096, page), "no multiple of the granularity"),
     "no page": (lambda d, start, page: d.map(start + d.granularity, page + 1), "There is no page"),
     "not mapped": (lambda d, start, page: d.unmap(start + d.granularity), "aclrtUnmapMem failed with 107000"),
     "half a page": (lambda d, start, page: d.create_page(d.granularity // 2), "no multiple of the granularity"),
     "an empty range": (lambda d, start, page: d.reserve(0), "no multiple of the granularity"),
-    "no range": (lambda d, start, page: d.free_range(start + d.granularity), "aclrtReleaseMemAddress failed with 107000"),
+    "no range": (lambda d, start, page: d.free_range(start + d.granularity), "aclrtReleaseMemAddress failed with 1070"),
     "no page to release": (lambda d, start, page: d.release_page(page + 1), "There is no page"),
 }
 
@@ -129,18 +130,22 @@ def test_refusals_name_call_code_and_meaning(twice, what: str) -> None:
     ('"stride": strides', '"stride": strides[::-1]'),
 ])
 def test_a_changed_call_is_noticed(platform: Platform, old: str, new: str) -> None:
-    changed = mutated(virtual_memory, old, new)
+    use_once(virtual_memory)
     with pytest.raises((PlatformError, AssertionError, RuntimeError)):
-        driver = changed.AclVirtualMemory(0)
-        size = driver.granularity
-        start, page = driver.reserve(size), driver.create_page(size)
-        driver.map(start, page)
-        view = driver.view(start, (2, 8), torch.int32)
-        view.copy_(torch.arange(16).view(2, 8))
-        assert (ctypes.c_int32 * 16).from_address(start)[:] == list(range(16))
-        driver.unmap(start)
-        driver.free_range(start)
-        driver.release_page(page)
+        use_once(mutated(virtual_memory, old, new))
+
+
+def use_once(module: ModuleType) -> None:
+    driver = module.AclVirtualMemory(0)
+    size = driver.granularity
+    start, page = driver.reserve(size), driver.create_page(size)
+    driver.map(start, page)
+    view = driver.view(start, (2, 8), torch.int32)
+    view.copy_(torch.arange(16).view(2, 8))
+    assert (ctypes.c_int32 * 16).from_address(start)[:] == list(range(16))
+    driver.unmap(start)
+    driver.free_range(start)
+    driver.release_page(page)
 
 
 def test_every_code_is_in_the_header_and_says_what_it_says_there() -> None:

@@ -103,6 +103,45 @@ def test_allocator_stats(plugin: Platform) -> None:
         assert during == before
 
 
+def test_peaks_start_anew(plugin: Platform) -> None:
+    plugin.reset_peak_stats()
+    before = plugin.allocator_stats()
+    assert before.peak_allocated == before.allocated
+    block = torch.ones(32 << 20, dtype=torch.uint8, device=plugin.device())
+    during = plugin.allocator_stats()
+    assert during.peak_allocated >= during.allocated
+    del block
+    gc.collect()
+    after = plugin.allocator_stats()
+    assert after.peak_allocated == during.peak_allocated
+    plugin.reset_peak_stats()
+    assert plugin.allocator_stats().peak_allocated == after.allocated
+
+
+def test_virtual_memory_is_there_exactly_if_promised(plugin: Platform) -> None:
+    if not plugin.capabilities.virtual_memory:
+        with pytest.raises(PlatformError, match=r"capabilities\.virtual_memory"):
+            plugin.virtual_memory()
+        return
+    driver = plugin.virtual_memory()
+    size = driver.granularity
+    start, page = driver.reserve(4 * size), driver.create_page(size)
+    for offset in (0, 2 * size):
+        driver.map(start + offset, page)
+    first, other = (driver.view(start + offset, (size // 4,), torch.int32) for offset in (0, 2 * size))
+    first.copy_(torch.arange(size // 4, dtype=torch.int32))
+    plugin.synchronize()
+    assert torch.equal(other.cpu(), torch.arange(size // 4, dtype=torch.int32))
+    with pytest.raises(PlatformError):
+        driver.map(start, page)
+    for offset in (0, 2 * size):
+        driver.unmap(start + offset)
+    with pytest.raises(PlatformError):
+        driver.unmap(start)
+    driver.release_page(page)
+    driver.free_range(start)
+
+
 def test_seed_repeats_random_numbers(plugin: Platform) -> None:
     plugin.manual_seed(7)
     first, second = (torch.rand(16, device=plugin.device()).tolist() for _ in range(2))

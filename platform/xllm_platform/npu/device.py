@@ -115,7 +115,7 @@ class NpuPlatform(AcceleratorPlatform):
         if group.handle is None:
             raise PlatformError("A group of one has no communicator.")
         backend = group.handle._get_backend(self.device())
-        return str(backend.get_hccl_comm_name(group.ranks[group.rank]))  # type: ignore[attr-defined]
+        return str(backend.get_hccl_comm_name(group.rank))  # type: ignore[attr-defined]
 
     def _soc_version(self) -> int:
         """The chip's number; -1 where torch_npu does not tell."""
