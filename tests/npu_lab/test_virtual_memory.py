@@ -109,6 +109,7 @@ WRONG: dict[str, tuple[Callable[[VirtualMemoryDriver, int, int], object], str]] 
     "half a page": (lambda d, start, page: d.create_page(d.granularity // 2), "no multiple of the granularity"),
     "an empty range": (lambda d, start, page: d.reserve(0), "no multiple of the granularity"),
     "no range": (lambda d, start, page: d.free_range(start + d.granularity), "aclrtReleaseMemAddress failed with 1070"),
+    "a range in use": (lambda d, start, page: d.free_range(start), "aclrtReleaseMemAddress failed with 107000"),
     "no page to release": (lambda d, start, page: d.release_page(page + 1), "There is no page"),
 }
 
@@ -120,17 +121,21 @@ def test_refusals_name_call_code_and_meaning(twice, what: str) -> None:
         call(*twice)
 
 
+def test_what_is_changed_there_works_unchanged(driver: VirtualMemoryDriver) -> None:
+    use_once(virtual_memory)
+
+
 @pytest.mark.parametrize(("old", "new"), [
     ("self._size_of(page), 0, page, 0)", "self._size_of(page), 4096, page, 0)"),
     ("byref(address), size, 0, None, _HUGE_PAGES", "byref(address), 0, size, None, _HUGE_PAGES"),
     ("byref(page), size, byref", "byref(page), size + 1, byref"),
     ("Location(device, _ON_DEVICE)", "Location(device + 99, _ON_DEVICE)"),
-    ('"aclrtUnmapMem", address', '"aclrtReleaseMemAddress", address'),
-    ('"storage_offset": 0', '"storage_offset": 4'),
     ('"stride": strides', '"stride": strides[::-1]'),
+    ('math.prod(sizes[i + 1 :])', 'math.prod(sizes[:i])'),
+    ('"storage_offset": 0', '"storage_offset": 4'),
+    ('"aclrtUnmapMem", address', '"aclrtReleaseMemAddress", address'),
 ])
 def test_a_changed_call_is_noticed(platform: Platform, old: str, new: str) -> None:
-    use_once(virtual_memory)
     with pytest.raises((PlatformError, AssertionError, RuntimeError)):
         use_once(mutated(virtual_memory, old, new))
 

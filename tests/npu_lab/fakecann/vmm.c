@@ -68,9 +68,14 @@ aclError aclrtReleaseMemAddress(void *start)
 {
     pthread_mutex_lock(&fake_lock);
     size_t bytes = take(&reserved, start);
+    int used = 0;
+    for (range *r = mapped; r; r = r->next)
+        used |= r->start >= (char *)start && r->start < (char *)start + bytes;
+    if (used)
+        add(&reserved, start, bytes);
     pthread_mutex_unlock(&fake_lock);
-    if (!bytes)
-        return fake_fail(E_PARAM, "release of %p, which is not reserved", start);
+    if (!bytes || used)
+        return fake_fail(E_PARAM, "release of %p, which is not reserved or in use", start);
     munmap(start, bytes);
     return OK;
 }

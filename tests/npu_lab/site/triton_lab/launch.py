@@ -56,7 +56,7 @@ def _argument(function: Any, name: str, value: Any) -> Any:
 
 def _submit(name: str, run: Any) -> None:
     stream = torch.npu.current_stream().npu_stream
-    state = fake_cann.acl.fakecann_stream_state(stream)
+    state = fake_cann.submit(stream)
     dispatch.calls[f"triton::{name}" + ("", ":capture", ":update")[state]] += 1
     if state == fake_cann.RUNS:
         run()
