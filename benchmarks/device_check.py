@@ -33,6 +33,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+GRACE = 5.0  # seconds beyond its budget after which a part counts as hanging
 MARK = "@ "  # what a part prints before a finding; everything else it prints is for people
 
 
@@ -82,7 +83,7 @@ def run_part(part: Part, args: argparse.Namespace, seconds: float) -> dict[str, 
         process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
                                    stderr=err, start_new_session=True)  # fmt: skip
         try:
-            code: int | None = process.wait(seconds * 1.15 + 5)  # it watches its budget itself; this is for hangs
+            code: int | None = process.wait(seconds * 1.15 + GRACE)  # it watches its budget itself; this is for hangs
         except subprocess.TimeoutExpired:
             code = None
         finally:

@@ -1,11 +1,15 @@
-"""The CPU platform as a dry run uses it: its graphs run the captured call again, since compiling takes minutes."""
+"""The CPU platform as a dry run uses it: torch's operators, and graphs that run the captured call again.
+
+Compiling the CPU's own kernels and graphs takes minutes on a machine that has not done it before.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
-from xllm_platform.base import Graph, GraphBackend
+from xllm_platform.base import Capabilities, Graph, GraphBackend
 from xllm_platform.cpu.device import CpuPlatform
 
 
@@ -24,5 +28,9 @@ class RepeatingBackend(GraphBackend):
 
 
 class DryPlatform(CpuPlatform):
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, kernels="torch", attention_backends=("torch",))
+
     def graph_backend(self) -> GraphBackend:
         return RepeatingBackend()

@@ -29,5 +29,7 @@ def _cores(device: torch.device) -> tuple[int, int]:
     if device.type == "npu":
         properties = torch.npu.get_device_properties(device)  # type: ignore[attr-defined]
         return properties.cube_core_num, properties.vector_core_num
+    if device.type == "cpu":  # Triton's interpreter, which runs one program after another
+        return 3, 3
     programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
     return programs, programs

@@ -1,5 +1,6 @@
 """The benchmark scripts run and print what they promise; their figures are nobody's assertion."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -7,9 +8,9 @@ import sys
 import pytest
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+def run(*arguments: str, timeout: float = 200) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
@@ -54,3 +55,40 @@ def test_serving_measures_a_running_server(tmp_path):
     figures = json.loads(out.splitlines()[-1])
     assert figures["benchmark"] == "serving"
     assert '"failed": 0' in json.dumps(figures)
+
+
+@pytest.mark.multiprocess
+def test_device_check_runs_dry(tmp_path):
+    """Every part gives findings on the CPU, and the report has them all."""
+    out = run("benchmarks/device_check.py", "--dry-run", "--minutes", "4", "--output", str(tmp_path), timeout=280)
+    (file,) = tmp_path.iterdir()
+    report = json.loads(file.read_text())
+    assert list(report["parts"]) == ["contract", "kernels", "greedy", "engine", "decode", "serving"]
+    for name, part in report["parts"].items():
+        assert part["status"] == "passed", (name, part)
+        assert part["findings"]
+        assert name in out
+
+
+def test_device_check_keeps_what_a_part_found_before_it_failed(tmp_path, monkeypatch):
+    """A part that dies, one that hangs and one that needs what is not there leave the others alone."""
+    monkeypatch.syspath_prepend("benchmarks")
+    import device_check
+
+    parts = tmp_path / "device_check_parts"
+    parts.mkdir()
+    found = 'print(\'@ {"name": "one", "ok": true}\', flush=True)\n'
+    (parts / "check_dies.py").write_text(found + "raise SystemExit('no memory')\n")
+    (parts / "check_hangs.py").write_text(found + "import threading\nthreading.Event().wait()\n")
+    (parts / "check_wrong.py").write_text('print(\'@ {"name": "one", "ok": false}\')\n')
+    (parts / "check_works.py").write_text(found)
+    monkeypatch.setattr(device_check, "HERE", tmp_path)
+    monkeypatch.setattr(device_check, "GRACE", 0.5)
+    arguments = argparse.Namespace(platform="cpu", dry_run=True)
+    results = {name: device_check.run_part(device_check.Part(name, 1, needs), arguments, 1.0)
+               for name, needs in (("dies", ()), ("hangs", ()), ("wrong", ()), ("works", ()), ("lacks", ("no_such",)))}
+    assert {name: result["status"] for name, result in results.items()} == {
+        "dies": "failed", "hangs": "timeout", "wrong": "failed", "works": "passed", "lacks": "skipped"}
+    assert results["dies"]["findings"] == results["hangs"]["findings"] == [{"name": "one", "ok": True}]
+    assert "no memory" in results["dies"]["reason"]
+    assert "no_such" in results["lacks"]["reason"]

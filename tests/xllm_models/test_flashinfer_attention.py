@@ -1,4 +1,4 @@
-"""The FlashInfer backend over a stand-in for the library: the plans it makes, for which steps, with which page tables."""
+"""The FlashInfer backend over a stand-in for the library: which plans it makes, and with which page tables."""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""Every kernel of the registry: numbers against its reference for all dtypes, then time against a copy of as much.
+
+In a dry run upstream Triton's interpreter runs them, in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "--dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+from part import Part
+from xllm_kernels_npu import registry
+
+from tests.support import kernel_calls
+from tests.support.kernel_calls import Call, Where
+
+
+def main() -> None:
+    part = Part()
+    platform = part.platform()
+    device = platform.device()
+    dtypes = [torch.float32] if part.dry_run else [getattr(torch, name) for name in platform.capabilities.dtypes]
+    for module in registry.MODULES:
+        for dtype in dtypes if module in kernel_calls.CALLS else ():
+            with part.check(f"{module}, {str(dtype).removeprefix('torch.')}") as found:
+                part.need(2)
+                worst = 0.0
+                for call in kernel_calls.calls(module, Where(device, dtype)):
+                    worst = max(worst, kernel_calls.worst(call.run(), call.reference()))
+                found |= {"ok": worst <= 1, "of_tolerance": round(worst, 4), "detail": f"{worst:.2f} of the tolerance"}
+    rate = part.copy_bytes_per_second(platform)
+    part.report("copy", bytes_per_second=round(rate), show=f"{rate / 1e9:,.0f} GB/s read and written")
+    for module in registry.MODULES:
+        for call in timed(part, module, Where(device, dtypes[0], not part.dry_run)):
+            with part.check(f"{module}: {call.name}") as found:
+                part.need(2)
+                ms = part.median_ms(platform, call.run)
+                share = call.bytes_moved / rate / (ms / 1e3)
+                speed = f"{call.bytes_moved / ms / 1e6:7,.0f} GB/s  {100 * share:5.1f} % of a copy"
+                found |= {"ms": round(ms, 4), "bytes": call.bytes_moved, "of_copy": round(share, 3),
+                          "show": f"{ms:9.3f} ms  {speed}"}
+        platform.empty_cache()
+
+
+def timed(part: Part, module: str, where: Where) -> list[Call]:
+    """Of a dry run one call a module: an interpreter takes seconds."""
+    calls = list(kernel_calls.calls(module, where)) if module in kernel_calls.CALLS else []
+    return calls[:1] if part.dry_run else calls
+
+
+if __name__ == "__main__":
+    main()
