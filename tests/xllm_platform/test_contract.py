@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from xllm_platform import registry
 from xllm_platform.base import Availability, Capabilities, Graph, Platform, PlatformError
 
@@ -215,3 +216,15 @@ def test_inference_context_can_be_nested_and_repeated(plugin: Platform) -> None:
     for _ in range(2):
         with plugin.inference_context(), plugin.inference_context():
             assert torch.ones(2, device=plugin.device()).sum().item() == 2
+
+
+def test_the_collective_backend_works_on_the_device(plugin: Platform) -> None:
+    dist.init_process_group(plugin.collective_backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.arange(4.0, device=plugin.device())
+        dist.all_reduce(x)
+        dist.broadcast(x, src=0)
+        plugin.synchronize()
+        assert x.tolist() == [0, 1, 2, 3]
+    finally:
+        dist.destroy_process_group()
