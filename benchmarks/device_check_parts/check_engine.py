@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import own_tests  # noqa: F401
 from part import Part
 from xllm_models.backends import get_attention
 

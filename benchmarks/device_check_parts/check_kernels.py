@@ -11,6 +11,7 @@ import sys
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import own_tests  # noqa: F401
 import torch
 from part import Part
 from xllm_kernels_npu import registry

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import own_tests  # noqa: F401
 import shapes
 from load_client import Record, Target, drive_closed
 from part import Part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import own_tests  # noqa: F401
 import torch
 from paged_decoder import PagedDecoder, load_model
 from xllm_platform.cpu.device import CpuPlatform

@@ -52,13 +52,13 @@ class Part:
 
     @contextmanager
     def check(self, name: str) -> Iterator[dict[str, Any]]:
-        """One finding: `ok` unless the block raises or sets it; skipped where it raises OutOfTime."""
+        """One finding: `ok` unless the block raises or sets it; skipped where it raises Skip."""
         values: dict[str, Any] = {"ok": True}
         began = time.monotonic()
         try:
             yield values
-        except OutOfTime as late:
-            self.report(name, skipped=str(late), show=f"skipped: {late}")
+        except Skip as reason:
+            self.report(name, skipped=str(reason), show=f"skipped: {reason}")
             return
         except Exception as error:
             traceback.print_exc()
@@ -66,9 +66,9 @@ class Part:
         self.report(name, **values, seconds=round(time.monotonic() - began, 2))
 
     def need(self, seconds: float) -> None:
-        """Raises OutOfTime if fewer are left."""
+        """Raises Skip if fewer are left."""
         if self.seconds_left < seconds:
-            raise OutOfTime(f"takes about {seconds:.0f} s, {max(self.seconds_left, 0):.0f} s are left")
+            raise Skip(f"takes about {seconds:.0f} s, {max(self.seconds_left, 0):.0f} s are left")
 
     def median_ms(self, platform: Platform, run: Callable[[], object], seconds: float = 0.4) -> float:
         """Milliseconds of one call among many queued without waiting; a wait for the device before and after each
@@ -101,5 +101,5 @@ class Part:
         return self._copy_rate
 
 
-class OutOfTime(Exception):
-    """The part's time, or the device's memory, does not allow the next measurement."""
+class Skip(Exception):
+    """The next measurement is left out, and why: the part's time, the device's memory."""

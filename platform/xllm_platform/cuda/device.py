@@ -6,8 +6,10 @@ Environment: CUDA_VISIBLE_DEVICES hides devices; PYTORCH_CUDA_ALLOC_CONF configu
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,8 @@ class CudaPlatform(AcceleratorPlatform):
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if "torch" in sys.modules:  # it read the variable when it was loaded
+            importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
     def graph_backend(self) -> GraphBackend:
         runtime = self._runtime()
