@@ -34,23 +34,27 @@ class Device:
         self.log.append("empty cache")
 
 
+def nothing(*_: list[int]) -> None:
+    pass
+
+
 def test_the_largest_pays_for_what_all_share() -> None:
     device, captured = Device([900, 600, 590], [2000, 1990, 1987]), []
-    cost = measure(device, lambda sizes: captured.append(sizes), SIZES)  # type: ignore[arg-type]
+    cost = measure(device, captured.append, lambda: device.log.append("release"), SIZES)  # type: ignore[arg-type]
     assert captured == [[64], [56]]
     assert cost == GraphCost(300, 10, 3, 2000)
     assert [cost.bytes(n) for n in (0, 1, 2, 11)] == [0, 300, 310, 400]
-    assert device.log[-1] == "empty cache"
+    assert device.log[-2:] == ["release", "empty cache"]
 
 
 def test_one_size_and_no_limit() -> None:
-    cost = measure(Device([900, 600], [None, None]), lambda sizes: None, [4])  # type: ignore[arg-type,return-value]
+    cost = measure(Device([900, 600], [None, None]), nothing, nothing, [4])  # type: ignore[arg-type]
     assert cost == GraphCost(300, 300, 0, None)
     assert cost.most_graphs(1000) == 1000
 
 
 def test_memory_that_others_give_back_meanwhile_is_no_gain() -> None:
-    cost = measure(Device([500, 600, 650], [9, 9, 9]), lambda sizes: None, SIZES)  # type: ignore[arg-type,return-value]
+    cost = measure(Device([500, 600, 650], [9, 9, 9]), nothing, nothing, SIZES)  # type: ignore[arg-type]
     assert cost.bytes(11) == 0
 
 

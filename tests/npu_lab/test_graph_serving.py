@@ -16,7 +16,7 @@ from xllm_models.hub import resolve_model
 from tests.npu_lab.test_serving import CHUNKS, NEW_TOKENS, WAYS, float32, model, prompts  # noqa: F401
 from tests.support.engine import run_engine
 from tests.support.server import ServerProcess
-from xllm_npu.execution import graph_plan, input_builder
+from xllm_npu.execution import graph_plan, input_builder, load_plan
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.model_loader import LoadError
@@ -163,7 +163,13 @@ def test_what_graphs_take_is_known_before_the_cache_is_sized(model, monkeypatch:
         free.append(torch.npu.mem_get_info()[0])
 
     monkeypatch.setattr(GraphRunner, "capture", watched)
-    run_engine(model("llama")[0], prompts(), 4, **GRAPHS, **CHUNKS)
+    left: list[int] = []
+    num_blocks = load_plan.num_kv_blocks
+    monkeypatch.setattr(load_plan, "num_kv_blocks",
+                        lambda request: left.append(torch.npu.memory_allocated()) or num_blocks(request))
+    for enable_graph in (False, True):
+        run_engine(model("llama")[0], prompts(), 4, **{**GRAPHS, "enable_graph": enable_graph}, **CHUNKS)
+    assert left[-1] - left[-2] < 4 << 20, "the trial's attention is still there: its mask alone has 4 MiB"
     taken = free[-2] - free[-1]
     assert 0 <= taken <= planned[0]
     assert planned[0] > 0

@@ -45,8 +45,10 @@ class GraphCost:
         return max(0, min(wanted, (self.streams_left - STREAMS_KEPT) // max(1, self.further_streams)))
 
 
-def measure(platform: Platform, capture: Callable[[list[int]], GraphRunner], sizes: list[int]) -> GraphCost:
-    """Capture the largest two of `sizes`; `capture` makes a runner that holds them, over memory that goes with it."""
+def measure(
+    platform: Platform, capture: Callable[[list[int]], GraphRunner], release: Callable[[], None], sizes: list[int]
+) -> GraphCost:
+    """Capture the largest two of `sizes`; `capture` makes a runner that holds them, `release` drops what it leaves."""
     free, streams = [], []
 
     def look() -> None:
@@ -61,6 +63,7 @@ def measure(platform: Platform, capture: Callable[[list[int]], GraphRunner], siz
         runners.append(capture([size]))
         look()
     del runners
+    release()
     gc.collect()
     platform.empty_cache()
     taken = [max(0, before - after) for before, after in pairwise(free)]

@@ -185,7 +185,7 @@ def _plan_graphs(
         return runner
 
     model.reserve_positions(shape.max_model_len)
-    cost = measure(platform, capture, sizes)
+    cost = measure(platform, capture, lambda: model.bind_attention(backend(spec)), sizes)
     progress(EngineProgress("Measuring graphs", 1, 1))
     count = cost.most_graphs(len(sizes))
     if parallel.world.size > 1:
