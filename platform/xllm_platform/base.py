@@ -152,6 +152,8 @@ class VirtualMemoryDriver(ABC):
     sizes are bytes. Every failure is a PlatformError that names the call, its code and what that means.
     """
 
+    new_pages_are_zero: bool = False  # else a page shows whatever its memory held before
+
     @property
     @abstractmethod
     def granularity(self) -> int:

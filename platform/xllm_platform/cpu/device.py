@@ -11,7 +11,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from xllm_platform.base import Availability, Capabilities, GraphBackend, MemoryInfo, Platform, PlatformError
+from xllm_platform.base import (
+    Availability,
+    Capabilities,
+    GraphBackend,
+    MemoryInfo,
+    Platform,
+    PlatformError,
+    VirtualMemoryDriver,
+)
 from xllm_platform.cpu import cgroup, topology
 
 if TYPE_CHECKING:
@@ -40,6 +48,7 @@ class CpuPlatform(Platform):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             graph="compile",
+            virtual_memory=True,
             shared_memory=True,
             dtypes=("float32", "bfloat16", "float16"),
             default_block_size=128,
@@ -88,6 +97,11 @@ class CpuPlatform(Platform):
         from xllm_platform.cpu.graph import CompileBackend
 
         return CompileBackend()
+
+    def virtual_memory(self) -> VirtualMemoryDriver:
+        from xllm_platform.cpu.virtual_memory import MemfdVirtualMemory
+
+        return MemfdVirtualMemory(lambda: self.memory_info().free)
 
     def configure_process(self, threads: int | None = None, ranks: int = 1) -> None:
         """threads: None for OMP_NUM_THREADS if set, else this rank's part of the cores this process may use.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xllm_platform.accelerator import AcceleratorPlatform, CaptureBackend
-from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError
+from xllm_platform.base import Availability, Capabilities, GraphBackend, PlatformError, VirtualMemoryDriver
 
 DRIVER_LIBRARY = "libcuda.so.1"
 
@@ -64,6 +64,7 @@ class CudaPlatform(AcceleratorPlatform):
             graph="capture",
             streams=True,
             pinned_memory=True,
+            virtual_memory=_has_bindings(),
             dtypes=("bfloat16", "float16", "float32") if bfloat16 else ("float16", "float32"),
             default_block_size=128,
             default_graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -82,3 +83,16 @@ class CudaPlatform(AcceleratorPlatform):
     def graph_backend(self) -> GraphBackend:
         runtime = self._runtime()
         return CaptureBackend(runtime, runtime.CUDAGraph)
+
+    def virtual_memory(self) -> VirtualMemoryDriver:
+        from xllm_platform.cuda.virtual_memory import CudaVirtualMemory
+
+        self._runtime().init()  # the driver's calls need it
+        return CudaVirtualMemory(self._index)
+
+
+def _has_bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings.driver") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,132 @@
+"""What every `VirtualMemoryDriver` promises, as checks that a test file for a platform calls.
+
+Each takes a platform whose device is selected. `WRONG` is what every driver refuses: a call on a driver that has four
+granules reserved at `start` and `page` mapped as the first and the third.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from xllm_platform.base import OutOfMemoryError, Platform, PlatformError, VirtualMemoryDriver
+
+WRONG: dict[str, Callable[[VirtualMemoryDriver, int, int], object]] = {
+    "mapped already": lambda d, start, page: d.map(start, page),
+    "not reserved": lambda d, start, page: d.map(start + 4 * d.granularity, page),
+    "between granules": lambda d, start, page: d.map(start + d.granularity // 2, page),
+    "no page": lambda d, start, page: d.map(start + d.granularity, page + 1),
+    "not mapped": lambda d, start, page: d.unmap(start + d.granularity),
+    "half a granule": lambda d, start, page: d.create_page(d.granularity // 2),
+    "an empty range": lambda d, start, page: d.reserve(0),
+    "no range": lambda d, start, page: d.free_range(start + d.granularity),
+    "a range in use": lambda d, start, page: d.free_range(start),
+    "no page to release": lambda d, start, page: d.release_page(page + 1),
+}
+
+
+@contextlib.contextmanager
+def mapped_twice(platform: Platform) -> Iterator[tuple[VirtualMemoryDriver, int, int]]:
+    """(driver, address of four granules, a page that is mapped as the first and the third)"""
+    driver = platform.virtual_memory()
+    size = driver.granularity
+    start, page = driver.reserve(4 * size), driver.create_page(size)
+    for i in (0, 2):
+        driver.map(start + i * size, page)
+    yield driver, start, page
+    for i in (0, 2):
+        driver.unmap(start + i * size)
+    driver.release_page(page)
+    driver.free_range(start)
+
+
+def check_two_addresses_show_one_page(platform: Platform) -> None:
+    with mapped_twice(platform) as (driver, start, _):
+        size = driver.granularity
+        first, other = (driver.view(start + i * size, (2, size // 8), torch.float32) for i in (0, 2))
+        assert first.device == other.device == platform.device()
+        assert first.is_contiguous()
+        first.fill_(3)
+        first[1, 0] = 5
+        platform.synchronize()
+        assert torch.equal(first.cpu(), other.cpu())
+        assert other[1, 0].item() == 5
+        del first
+        assert other[0, 0].item() == 3, "a view owned the memory"
+
+
+def check_dtypes(platform: Platform) -> None:
+    with mapped_twice(platform) as (driver, start, _):
+        for name in (*platform.capabilities.dtypes, "uint8", "int64"):
+            view = driver.view(start, (2, 3, 4), getattr(torch, name))
+            view.copy_(torch.arange(24).view(2, 3, 4))
+            assert view.cpu().tolist() == torch.arange(24, dtype=view.dtype).view(2, 3, 4).tolist()
+
+
+def check_a_page_moves_between_addresses(platform: Platform) -> None:
+    driver = platform.virtual_memory()
+    size = driver.granularity
+    start, pages = driver.reserve(2 * size), [driver.create_page(size) for _ in "ab"]
+    view = driver.view(start, (2, size // 4), torch.int32)  # made while nothing is mapped
+    for i in (0, 1):
+        driver.map(start + i * size, pages[i])
+        view[i].fill_(i + 1)
+    platform.synchronize()
+    for i in (0, 1):
+        driver.unmap(start + i * size)
+    for i in (0, 1):
+        driver.map(start + i * size, pages[1 - i])
+    assert [view[i, -1].item() for i in (0, 1)] == [2, 1]
+    for i in (0, 1):
+        driver.unmap(start + i * size)
+    for page in pages:
+        driver.release_page(page)
+    driver.free_range(start)
+
+
+def check_new_pages(platform: Platform) -> None:
+    """Where a driver says that new pages are zero they are, also those whose memory was used before."""
+    driver = platform.virtual_memory()
+    size = driver.granularity
+    start = driver.reserve(size)
+    for _ in range(2):
+        page = driver.create_page(size)
+        driver.map(start, page)
+        view = driver.view(start, (size // 4,), torch.int32)
+        assert not driver.new_pages_are_zero or not view.any().item()
+        view.fill_(-1)
+        platform.synchronize()
+        driver.unmap(start)
+        driver.release_page(page)
+    driver.free_range(start)
+
+
+def check_memory_comes_and_goes(platform: Platform, free_bytes: Callable[[], int], size: int, slack: int) -> None:
+    """`free_bytes` falls by `size` with the page and rises with its release; reserving takes nothing."""
+    driver = platform.virtual_memory()
+    assert size % driver.granularity == 0
+    before = free_bytes()
+    start = driver.reserve(64 * size)
+    assert abs(free_bytes() - before) <= slack
+    page = driver.create_page(size)
+    driver.map(start + 5 * size, page)
+    assert abs(before - size - free_bytes()) <= slack
+    driver.unmap(start + 5 * size)
+    assert abs(before - size - free_bytes()) <= slack, "unmapping alone keeps the page"
+    driver.release_page(page)
+    assert abs(free_bytes() - before) <= slack
+    driver.free_range(start)
+
+
+def check_no_memory_left(platform: Platform) -> None:
+    driver = platform.virtual_memory()
+    size = platform.memory_info().total // driver.granularity * driver.granularity
+    with pytest.raises(OutOfMemoryError):
+        driver.create_page(size)
+
+
+def check_refused(platform: Platform, what: str) -> None:
+    with mapped_twice(platform) as (driver, start, page), pytest.raises(PlatformError):
+        WRONG[what](driver, start, page)

@@ -1,0 +1,117 @@
+"""The virtual memory driver of every platform that can be used here; that of the CPU by the process's own figures."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+from xllm_platform import registry
+from xllm_platform.base import OutOfMemoryError, Platform, PlatformError
+from xllm_platform.cpu.virtual_memory import MemfdVirtualMemory
+
+from tests.support import memory_driver_contract as contract
+
+MIB = 2**20
+
+
+@pytest.fixture(params=["cpu", "npu", "cuda"])
+def plugin(request: pytest.FixtureRequest) -> Platform:
+    available = registry.probe(request.param)
+    if not available.ok:
+        pytest.skip(available.reason)
+    platform = registry.select(request.param)
+    platform.set_device(0)
+    if not platform.capabilities.virtual_memory:
+        pytest.skip(f"platform {platform.name} has no virtual memory here")
+    return platform
+
+
+@pytest.mark.parametrize("check", [
+    contract.check_two_addresses_show_one_page, contract.check_dtypes, contract.check_a_page_moves_between_addresses,
+    contract.check_new_pages, contract.check_no_memory_left,
+], ids=lambda check: check.__name__.removeprefix("check_"))
+def test_contract(plugin: Platform, check) -> None:
+    check(plugin)
+
+
+@pytest.mark.parametrize("what", contract.WRONG)
+def test_refusals(plugin: Platform, what: str) -> None:
+    contract.check_refused(plugin, what)
+
+
+def test_memory_comes_and_goes(plugin: Platform) -> None:
+    if plugin.name == "cpu":  # what the machine has left is others' doing too: this process alone is looked at
+        contract.check_memory_comes_and_goes(plugin, lambda: -file_bytes(), 64 * MIB, 0)
+    else:
+        contract.check_memory_comes_and_goes(plugin, lambda: plugin.memory_info().free, 64 * MIB, 8 * MIB)
+
+
+def file_bytes() -> int:
+    """Committed bytes of the pages' files in this process."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "xllm-npu-pages" in os.readlink(f"/proc/self/fd/{fd}"):
+                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return total
+
+
+def test_resident_memory_of_the_process_follows_the_pages() -> None:
+    driver = MemfdVirtualMemory(lambda: 2**40)
+    process, size, count = psutil.Process(), 2 * MIB, 32
+    start = driver.reserve(count * size)
+    before = process.memory_info().shared
+    pages = [driver.create_page(size) for _ in range(count)]
+    for i, page in enumerate(pages):
+        driver.map(start + i * size, page)
+    assert process.memory_info().shared - before >= count * size, "a mapped page is resident before it is touched"
+    for i, page in enumerate(pages):
+        driver.unmap(start + i * size)
+        driver.release_page(page)
+    assert process.memory_info().shared - before < 2 * MIB
+    driver.free_range(start)
+
+
+def test_a_mapped_page_is_not_released() -> None:
+    with contract.mapped_twice(registry.select("cpu")) as (driver, _, page), pytest.raises(
+            PlatformError, match="mapped 2 times"):
+        driver.release_page(page)
+
+
+def test_a_page_that_reaches_over_another_is_refused() -> None:
+    driver = MemfdVirtualMemory(lambda: 2**40)
+    size = driver.granularity
+    start, small, large = driver.reserve(4 * size), driver.create_page(size), driver.create_page(2 * size)
+    driver.map(start + size, small)
+    with pytest.raises(PlatformError, match="already"):
+        driver.map(start, large)
+    driver.unmap(start + size)
+    driver.map(start, large)
+    with pytest.raises(PlatformError, match="already"):
+        driver.map(start + size, small)
+    with pytest.raises(PlatformError, match="no reserved range"):
+        driver.map(start + 4 * size, large)
+    driver.unmap(start)
+    for page in (small, large):
+        driver.release_page(page)
+    driver.free_range(start)
+
+
+def test_a_page_larger_than_what_is_free_is_refused_before_anything_is_taken() -> None:
+    driver = MemfdVirtualMemory(lambda: 4 * MIB)
+    before = file_bytes()
+    with pytest.raises(OutOfMemoryError, match="4194304 bytes are free"):
+        driver.create_page(8 * MIB)
+    assert file_bytes() == before
+
+
+def test_the_file_does_not_grow_while_pages_come_and_go() -> None:
+    driver = MemfdVirtualMemory(lambda: 2**40)
+    for _ in range(5):
+        pages = [driver.create_page(MIB) for _ in range(3)]
+        for page in pages:
+            driver.release_page(page)
+    assert os.fstat(driver._file).st_size == 3 * MIB
