@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FLOAT_TYPES = ("fp16", "bf16", "fp32")  # Triton's names
+FLOAT_TYPES = {"fp16": 2, "bf16": 2, "fp32": 4}  # Triton's names, with their bytes
 UB_BYTES = 192 << 10
 TARGETS = ("Ascend910B3", "Ascend910_9382")  # as bishengir-compile names them: Atlas A2, Atlas A3
 

@@ -8,6 +8,10 @@ from xllm_kernels_npu.kernel import Kernel
 
 MODULES: dict[str, str] = {
     "rms_norm": "x * rsqrt(mean(x^2) + eps) * weight",
+    "kv_store": "new keys and values, or latents, to their slots of the paged cache",
+    "paged_decode": "attention of one query token a row over the paged cache, keys split over cores",
+    "paged_prefill": "causal attention of prompts, chunks and what follows a cached prefix over the paged cache",
+    "mla_decode": "latent attention of one query token a row, projections absorbed",
 }
 
 

@@ -1,7 +1,8 @@
 """Greedy tokens of whole engines and of a server on the emulated NPU: in float32 the same as on the CPU platform.
 
 The device's fused attention takes no float32. The reference lets it through here (NPU_LAB_FLOAT32), so that tokens can
-be compared one by one; half precision is test_operators.py's.
+be compared one by one; half precision is test_operators.py's. Triton kernels run there as native code that is made of
+the linalg which goes to the NPU's compiler.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NpuAttention, "dtypes", frozenset())
 
 
-@pytest.fixture(params=["torch", "npu"])
+@pytest.fixture(params=["torch", "npu", "triton"])
 def attention(request: pytest.FixtureRequest, float32: None) -> str:
     return request.param
 
@@ -74,6 +75,7 @@ def test_same_tokens_as_on_the_cpu(model, attention: str, way: str) -> None:
     assert loop.scheduler.stats.preemptions_total > 0 or way != "preemption"
     assert loop.scheduler.stats.prefix_hits_total > 0 or way == "all off"
     assert (dispatch.calls["npu::npu_fused_infer_attention_score_v2"] > 0) == (attention == "npu")
+    assert (dispatch.calls["triton::paged_decode_kernel"] > 0) == (attention == "triton")
     assert all(dispatch.calls[f"npu::npu_{name}"] for name in ("rms_norm", "add_rms_norm", "rotary_mul", "swiglu"))
 
 
@@ -130,5 +132,6 @@ def test_smollm2(float32: None) -> None:
     asked = [rng.integers(0, 49152, n).tolist() for n in (3, 150, 300)]
     options = {"max_cache_size": "64MiB", "block_size": 128, "max_model_len": 512}
     expected, _ = run_engine(directory, asked, 8, platform="cpu", **options)
-    answers, _ = run_engine(directory, asked, 8, platform="npu", attention_backend="npu", **options)
-    assert answers == expected
+    for attention in ("npu", "triton"):
+        answers, _ = run_engine(directory, asked, 8, platform="npu", attention_backend=attention, **options)
+        assert answers == expected, attention

@@ -20,6 +20,10 @@ from xllm_models.forward_input import AttentionMetadata
 _SMALLEST_BLOCK = 16  # tokens: a tile of keys lies in one block
 
 
+class BlockSizeError(ValueError):
+    """The kernels cannot read blocks of this size."""
+
+
 class TritonAttention(TorchAttention):
     features = frozenset({"softcap", "sinks"})
     capture_safe = True
@@ -101,8 +105,8 @@ class TritonMla(TorchMla):
 
 def _check_block_size(block_size: int) -> None:
     if block_size % _SMALLEST_BLOCK:
-        raise ValueError(f"the Triton attention reads tiles of {_SMALLEST_BLOCK} keys that lie in one block: set "
-                         f"--block_size to a multiple of {_SMALLEST_BLOCK}, not {block_size}")
+        raise BlockSizeError(f"The Triton attention reads tiles of {_SMALLEST_BLOCK} keys that lie in one block: set "
+                             f"--block_size to a multiple of {_SMALLEST_BLOCK}, not {block_size}.")
 
 
 def _kernels(module: str) -> ModuleType:

@@ -76,6 +76,7 @@ class NpuPlatform(AcceleratorPlatform):
     def capabilities(self) -> Capabilities:
         # 310P has no bfloat16, no fused inference attention and no Triton; it is the only chip told apart here.
         old = self._soc_version() in SOC_310P
+        kernels = ("triton",) if importlib.util.find_spec("triton") is not None else ()  # triton-ascend's name
         return Capabilities(
             graph="none" if old else "capture",
             streams=True,
@@ -84,7 +85,7 @@ class NpuPlatform(AcceleratorPlatform):
             dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
             default_block_size=128,  # what the paged attention operators are tuned for
             default_graph_sizes=GRAPH_SIZES,
-            attention_backends=("torch",) if old else ("npu", "torch"),
+            attention_backends=("torch",) if old else ("npu", *kernels, "torch"),
             kernels="torch" if old else "npu",
         )
 
