@@ -44,6 +44,21 @@ def test_same_tokens_as_on_the_cpu(model, way: str) -> None:  # noqa: F811
     assert loop.scheduler.stats.graph_misses_total == 0
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "deepseek_v3"])
+def test_own_kernels_need_no_update(model, architecture: str) -> None:  # noqa: F811
+    """They read lengths from device memory: keys and values, a sliding window, latents."""
+    directory, expected = model(architecture)
+    before = fake_cann.counters()
+    dispatch.calls.clear()
+    answers, _ = run_engine(directory, prompts(), NEW_TOKENS, **{**GRAPHS, "attention_backend": "triton"}, **CHUNKS)
+    assert answers == expected
+    found = fake_cann.counters().since(before)
+    assert found["graph_launches"] >= NEW_TOKENS - 1
+    assert found["task_updates"] == 0
+    kernel = "mla_decode_kernel" if architecture == "deepseek_v3" else "paged_decode_kernel"
+    assert dispatch.calls[f"triton::{kernel}:capture"] > 0
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3_moe"])
 def test_architectures(model, architecture: str) -> None:  # noqa: F811
     directory, expected = model(architecture)
