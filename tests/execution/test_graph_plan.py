@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from xllm_models.attention.npu_attention import NpuAttention
+from xllm_models.attention.torch_attention import TorchAttention
 from xllm_platform.base import MemoryInfo
 
+from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.graph_plan import STREAMS_KEPT, GraphCost, fitting, measure
+from xllm_npu.execution.load_plan import StepShape, graph_sizes
 from xllm_npu.execution.model_loader import LoadError
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
@@ -84,3 +90,18 @@ def test_all_fit(caplog: pytest.LogCaptureFixture) -> None:
 def test_none_fits() -> None:
     with pytest.raises(LoadError, match=r"has 40 streams left.*turn enable_graph off"):
         fitting(SIZES, 0, GraphCost(further_streams=3, streams_left=40))
+
+
+def sizes_for(backend: type, tasks: object) -> list[int]:
+    capabilities = SimpleNamespace(graph="capture", default_graph_sizes=(1, 2, 4, 8))
+    platform = SimpleNamespace(name="x", capabilities=capabilities, graph_backend=lambda: SimpleNamespace(tasks=tasks))
+    settings = settings_from_kwargs(model="m", enable_graph=True)
+    return graph_sizes(settings, platform, backend, StepShape(128, 6, 64, 16))  # type: ignore[arg-type]
+
+
+def test_lengths_told_by_the_host_need_a_platform_that_takes_them() -> None:
+    assert sizes_for(NpuAttention, object()) == [1, 2, 4, 6]
+    with pytest.raises(LoadError, match=r"NpuAttention is told lengths by the host.*turn enable_graph off"):
+        sizes_for(NpuAttention, None)
+    with pytest.raises(LoadError, match="TorchAttention reads lengths on the host"):
+        sizes_for(TorchAttention, object())
