@@ -133,8 +133,8 @@ def test_each_soc_has_its_image_and_versions_are_the_projects() -> None:
                      for soc, chip in (("a2", "910b"), ("a3", "a3"), ("310p", "310p"))}  # fmt: skip
     assert expanded(file.image.base, file.arguments) == "soc-a2"
     pins = [line for line in (ROOT / "constraints-npu.txt").read_text("utf-8").splitlines() if "==" in line]
-    assert [pin.partition("==")[0] for pin in pins] == ["torch", "torch-npu"]
-    assert set(pins) <= set(PROJECT["project"]["optional-dependencies"]["npu"])
+    assert [pin.partition("==")[0] for pin in pins] == ["torch", "torch-npu", "triton-ascend", "ascendnpu-ir"]
+    assert set(pins[:2]) <= set(PROJECT["project"]["optional-dependencies"]["npu"])
 
 
 def run_lines(stage: Stage, arguments: dict[str, str], folder: Path) -> list[str]:
@@ -165,7 +165,7 @@ def test_steps_of_the_npu_image(soc: str, tmp_path: Path) -> None:
     calls = run_lines(image("npu"), {"SOC": soc, "USER_ID": "2000"}, tmp_path)
     assert "useradd --uid 2000 --gid 1000 --no-create-home HwHiAiUser" in calls
     installs = [call for call in calls if "pip install" in call]
-    assert installs[0].endswith(" https://download.pytorch.org/whl/cpu -c constraints-npu.txt . torch-npu")
+    assert installs[0].endswith(" https://download.pytorch.org/whl/cpu -c constraints-npu.txt . torch-npu pybind11")
     if soc == "310p":
         assert len(installs) == 1
     else:
