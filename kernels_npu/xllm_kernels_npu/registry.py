@@ -12,6 +12,10 @@ MODULES: dict[str, str] = {
     "paged_decode": "attention of one query token a row over the paged cache, keys split over cores",
     "paged_prefill": "causal attention of prompts, chunks and what follows a cached prefix over the paged cache",
     "mla_decode": "latent attention of one query token a row, projections absorbed",
+    "add_rms_norm": "x + residual, and the RMS norm of it",
+    "rotary": "rotation of query and key heads, with their norms before; halves or interleaved, whole or partial",
+    "swiglu": "silu(gate) * up",
+    "swiglu_quant": "silu(gate) * up as int8, one scale a token",
 }
 
 
