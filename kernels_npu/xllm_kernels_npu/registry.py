@@ -16,6 +16,10 @@ MODULES: dict[str, str] = {
     "rotary": "rotation of query and key heads, with their norms before; halves or interleaved, whole or partial",
     "swiglu": "silu(gate) * up",
     "swiglu_quant": "silu(gate) * up as int8, one scale a token",
+    "decode_input": "tokens, positions, lengths and slots of a decode step",
+    "token_bitmask": "minus infinity for tokens that a grammar forbids",
+    "penalties": "repetition, frequency and presence penalties",
+    "sampling": "one token a row by temperature, min_p, top_k, top_p and given noise, no sort",
 }
 
 
