@@ -1,7 +1,7 @@
 """Residual sum and RMS norm of it: total = x + residual, out = total * rsqrt(mean(total^2) + eps) * weight.
 
-The norm is of the rounded sum, computed in float32 (arXiv:1910.07467). A vector kernel: each program walks over tiles of
-rows. A row that does not fit a tile is read and summed twice, piece by piece.
+The norm is of the rounded sum, computed in float32 (arXiv:1910.07467). A vector kernel: each program walks over tiles
+of rows, and over each twice, piece by piece where a row does not fit: for the mean, then for the values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inputs of a decode step, made on the device from what the rows of the batch are: token, position, length, slot.
 
-What InputBuilder makes on the host for a step with one new token a row: a negative token stands for the one sampled last
-for its row, and rows up to the size of a captured graph are padding, which writes to slot 0 and sees one token. A vector
-kernel of scalar work, a row at a time: there are as many rows as sequences, and each is a handful of numbers.
+For steps with one new token a row: a negative token stands for the one sampled last for its row, and rows up to the
+size of a captured graph are padding, which writes to slot 0 and sees one token. A vector kernel of scalar work, a row
+at a time: there are as many rows as sequences, and each is a handful of numbers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def decode_input(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, positions [num_padded] int64, lengths [num_padded] int32, slots [num_padded] int64.
 
-    tokens [B] int32, below 0: sampled last for the row; rows [B] int32, rows of the batch table; start [B] int32, tokens
-    in the cache; block_table [B, M] int32; last_token [max_rows] int64; num_padded >= B. With second [max_rows] int32,
+    tokens [B] int32, below 0: sampled last for the row; rows [B] int32, of the batch table; start [B] int32, tokens in
+    the cache; block_table [B, M] int32; last_token [max_rows] int64; num_padded >= B. With second [max_rows] int32,
     0 or 1 by row of the batch table, positions are 2 * start + second.
     """
     device = tokens.device
@@ -78,7 +78,8 @@ def decode_input_reference(
     positions = at if second is None else 2 * at + second[rows.long()]
     more = (0, num_padded - tokens.shape[0])
     found = (token_ids, positions, (at + 1).int(), blocks * block_size + at % block_size)
-    return tuple(torch.nn.functional.pad(one, more, value=int(one is found[2])) for one in found)  # type: ignore[return-value]
+    ids, at, lengths, slots = (torch.nn.functional.pad(one, more, value=int(one is found[2])) for one in found)
+    return ids, at, lengths, slots
 
 
 def _case(block_size: int, has_second: bool) -> CompileCase:

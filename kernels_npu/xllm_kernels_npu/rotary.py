@@ -48,7 +48,7 @@ def rotary_kernel(
         table = cos_sin + tl.cast(tl.load(positions + token), tl.int64) * ROTARY_DIM
         cos = tl.load(table + pair, mask=pair < PAIRS, other=0.0)[None, :]
         sin = tl.load(table + PAIRS + pair, mask=pair < PAIRS, other=0.0)[None, :]
-        heads = qkv + tl.cast(token, tl.int64) * row_stride + item % TILES * (HEADS * HEAD_DIM) + lane[:, None] * HEAD_DIM
+        heads = qkv + tl.cast(token, tl.int64) * row_stride + head[:, None] * HEAD_DIM
         if INTERLEAVED:
             inside = there & (both < ROTARY_DIM)[None, :]
             whole = tl.load(heads + both[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -66,13 +66,11 @@ def rotary_kernel(
             scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
             is_query = head < QUERY_HEADS
             if INTERLEAVED:
-                gain = _gain(q_norm, k_norm, is_query, both, both < ROTARY_DIM)
-                gain_one, gain_two = tl.split(tl.reshape(gain, [HEADS, HALF, 2]))
+                one *= scale * _gain(q_norm, k_norm, is_query, 2 * pair, pair < PAIRS)
+                two *= scale * _gain(q_norm, k_norm, is_query, 2 * pair + 1, pair < PAIRS)
             else:
-                gain_one = _gain(q_norm, k_norm, is_query, pair, pair < PAIRS)
-                gain_two = _gain(q_norm, k_norm, is_query, PAIRS + pair, pair < PAIRS)
-            one = one * scale * gain_one
-            two = two * scale * gain_two
+                one *= scale * _gain(q_norm, k_norm, is_query, pair, pair < PAIRS)
+                two *= scale * _gain(q_norm, k_norm, is_query, PAIRS + pair, pair < PAIRS)
             if ROTARY_DIM < HEAD_DIM:
                 other *= scale * _gain(q_norm, k_norm, is_query, ROTARY_DIM + rest, ROTARY_DIM + rest < HEAD_DIM)
                 tl.store(heads + ROTARY_DIM + rest[None, :], other.to(qkv.dtype.element_ty), mask=kept)
@@ -156,6 +154,7 @@ KERNELS = (
         rotary_kernel,
         (*(_case(dtype, 32, 8, 128, 128) for dtype in FLOAT_TYPES), _case("bf16", 9, 3, 64, 64),
          _case("bf16", 32, 8, 128, 128, normed=True), _case("bf16", 32, 2, 128, 64, interleaved=True),
-         _case("bf16", 96, 8, 128, 64, normed=True), _case("bf16", 16, 4, 128, 128, interleaved=True, normed=True)),
+         _case("bf16", 96, 8, 128, 64, normed=True), _case("bf16", 16, 4, 128, 128, interleaved=True, normed=True),
+         _case("fp32", 16, 4, 128, 128, interleaved=True, normed=True), _case("fp32", 96, 8, 128, 64, normed=True)),
         ub_budget=160 << 10),
 )

@@ -134,8 +134,8 @@ def sample(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
     noise: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits [S, V] float32, V under 2^24; temperature [S] float32, 0: greedy; top_k [S] int32, 0: all; top_p, min_p [S]
-    float32, 1 and 0: all; noise [S, V] float32, Gumbel(0, 1), finite.
+    """logits [S, V] float32, V under 2^24; temperature [S] float32, 0: greedy; top_k [S] int32, 0: all; top_p [S]
+    float32, 1: all; min_p [S] float32, 0: all; noise [S, V] float32, Gumbel(0, 1), finite.
 
     -> tokens [S] int64; bad rows [S] bool, which have no finite logit and whose token is meaningless, but a valid id;
     limits [S] float32: kept are logits / temperature that far or less from the row's maximum.

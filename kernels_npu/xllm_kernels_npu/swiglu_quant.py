@@ -27,7 +27,7 @@ def _gated(source, inside, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "row_stride"])
 def swiglu_quant_kernel(x, out, scales, num_rows, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """x [num_rows, 2 * WIDTH], rows row_stride values apart -> out [num_rows, WIDTH] int8, scales [num_rows] float32."""
+    """x [num_rows, 2 * WIDTH], rows row_stride values apart -> out [num_rows, WIDTH] int8, scales [num_rows]."""
     column = tl.arange(0, TILE)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         source = x + tl.cast(row, tl.int64) * row_stride

@@ -1,7 +1,7 @@
 """Constrained decoding: logits of the tokens that a grammar forbids become minus infinity, in place.
 
-The grammar's mask is packed as XGrammar packs it (arXiv:2411.15100): token t is allowed if bit t % 32 of int32 t // 32 is
-set. A vector kernel: an item of work is a tile of one row.
+The grammar's mask is packed as XGrammar packs it (arXiv:2411.15100): token t is allowed if bit t % 32 of int32 t // 32
+is set. A vector kernel: an item of work is a tile of one row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def token_bitmask_kernel(
     for item in range(tl.program_id(0), num_rows * tiles, tl.num_programs(0)):
         row = item // tiles
         first = item % tiles * TILE
-        packed = tl.load(bitmask + tl.cast(row, tl.int64) * mask_stride + first + word, mask=first + word < words, other=0)
+        source = bitmask + tl.cast(row, tl.int64) * mask_stride + first
+        packed = tl.load(source + word, mask=first + word < words, other=0)
         allowed = (packed[:, None] & power[None, :]) != 0
         token = first * 32 + word[:, None] * 32 + bit[None, :]
         target = logits + tl.cast(tl.load(rows + row), tl.int64) * logits_stride + token
@@ -42,7 +43,7 @@ def token_bitmask_kernel(
 
 
 def token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """logits [S, V] float, changed in place; bitmask [n, at least V / 32] int32; rows [n] int32 of logits, each once."""
+    """logits [S, V] float, changed in place; bitmask [n, at least V / 32] int32; rows [n] int32, each once."""
     if not (rows.shape[0] and logits.shape[1]):
         return
     vocab = logits.shape[1]
@@ -54,8 +55,8 @@ def token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tenso
 
 
 def token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    token = torch.arange(logits.shape[1])
-    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    token = torch.arange(logits.shape[1], device=logits.device)
+    allowed = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
     allowed[rows.long()] = (bitmask[:, token // 32] >> (token % 32).int() & 1) != 0
     return logits.masked_fill(~allowed, -torch.inf)
 

@@ -219,10 +219,83 @@ def _mla_decode(where: Where) -> Iterator[Call]:
                    pages.bytes_read)
 
 
+def _decode_input(where: Where) -> Iterator[Call]:
+    module = _kernel("decode_input")
+    rows, block_size = (256, 128) if where.wide else (5, 16)
+    max_rows, padded = 2 * rows, rows + 3
+
+    def below(high: int, *shape: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.int32, device=where.device)
+
+    tokens, start, table = below(3, rows, low=-1), below(4 * block_size, rows), below(1 << 14, rows, 4)
+    order, last = torch.randperm(max_rows, device=where.device)[:rows].int(), below(1 << 18, max_rows).long()
+    arguments = (tokens, order, start, table, last, block_size, padded, None if where.wide else below(2, max_rows))
+    yield Call(f"{rows} of {padded} rows", lambda: _together(module.decode_input(*arguments)),
+               lambda: _together(module.decode_input_reference(*arguments)), 40 * padded)
+
+
+def _together(numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Integers below 2^24, which float32 has all."""
+    return torch.stack([one.float() for one in numbers])
+
+
+def _token_bitmask(where: Where) -> Iterator[Call]:
+    module = _kernel("token_bitmask")
+    for rows, vocab in [(64, 128256)] if where.wide else [(3, 7), (2, 2500)]:
+        logits = where.randn(rows, vocab)
+        bitmask = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocab // 32)), device=where.device).int()
+        order = torch.randperm(rows, device=where.device).int()
+
+        def run(logits=logits, bitmask=bitmask, order=order) -> torch.Tensor:
+            masked = logits if where.wide else logits.clone()
+            module.token_bitmask(masked, bitmask, order)
+            return masked if where.wide else masked.clamp(min=-100)
+
+        yield Call(f"{rows} x {vocab}", run,
+                   lambda x=logits, b=bitmask, o=order: module.token_bitmask_reference(x, b, o).clamp(min=-100),
+                   2 * logits.nbytes + bitmask.nbytes)
+
+
+def _penalties(where: Where) -> Iterator[Call]:
+    module = _kernel("penalties")
+    for rows, vocab in [(64, 128256)] if where.wide else [(3, 7), (2, 2500)]:
+        logits = torch.randn(rows, vocab, device=where.device)
+        counts = torch.randint(0, 3, (rows + 2, vocab), dtype=torch.int32, device=where.device)
+        prompt = torch.rand(rows + 2, vocab, device=where.device) < 0.3
+        orders = [torch.randperm(size, device=where.device)[:rows].int() for size in (rows, rows + 2)]
+        sizes = [torch.rand(rows, device=where.device) + 0.5 for _ in range(3)]
+
+        def run(logits=logits, arguments=(*orders, counts, prompt, *sizes)) -> torch.Tensor:
+            penalised = logits if where.wide else logits.clone()
+            module.penalties(penalised, *arguments)
+            return penalised
+
+        yield Call(f"{rows} x {vocab}", run,
+                   lambda x=logits, a=(*orders, counts, prompt, *sizes): module.penalties_reference(x, *a),
+                   13 * rows * vocab)
+
+
+def _sampling(where: Where) -> Iterator[Call]:
+    """All filters at once, each alone, and greedy. Of a row's many passes one is counted as moved."""
+    module = _kernel("sampling")
+    filters = [(0.8, 50, 0.9, 0.01)] if where.wide else [(0.8, 5, 0.9, 0.01), (1.0, 3, 1.0, 0.0), (1.3, 0, 0.7, 0.0),
+                                                        (1.0, 0, 1.0, 0.2), (0.0, 0, 1.0, 0.0)]
+    for rows, vocab in [(64, 128256)] if where.wide else [(5, 7), (5, 2500)]:
+        logits = 3 * torch.randn(rows, vocab, device=where.device)
+        values = [torch.tensor([filters[row % len(filters)][place] for row in range(rows)], device=where.device)
+                  for place in range(4)]
+        values[1] = values[1].int()
+        noise = -torch.empty(rows, vocab, device=where.device).exponential_().log()
+        arguments = (logits, *values, noise)
+        yield Call(f"{rows} x {vocab}", lambda a=arguments: module.sample(*a)[0].float(),
+                   lambda a=arguments: module.sample_reference(*a)[0].float(), 2 * logits.nbytes)
+
+
 CALLS: dict[str, Callable[[Where], Iterator[Call]]] = {
     "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "rotary": _rotary, "swiglu": _swiglu,
     "swiglu_quant": _swiglu_quant, "kv_store": _kv_store, "paged_decode": _paged_decode,
-    "paged_prefill": _paged_prefill, "mla_decode": _mla_decode,
+    "paged_prefill": _paged_prefill, "mla_decode": _mla_decode, "decode_input": _decode_input,
+    "token_bitmask": _token_bitmask, "penalties": _penalties, "sampling": _sampling,
 }
 
 

@@ -1,4 +1,4 @@
-"""A decode step's inputs as the kernel makes them on the emulated device, against what InputBuilder makes on the host."""
+"""A decode step's inputs as the kernel makes them on the emulated device, against what InputBuilder makes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from xllm_kernels_npu.decode_input import decode_input, decode_input_reference
+
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
 from xllm_npu.execution.step_message import StepInput
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from xllm_kernels_npu.penalties import penalties, penalties_reference
+
+from tests.npu_lab.kernels.numbers import random
 from xllm_npu.execution.logits_processor import apply_processors
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.state.sampling_params import SamplingParams
-
-from tests.npu_lab.kernels.numbers import random
 
 pytestmark = pytest.mark.npu_lab
 

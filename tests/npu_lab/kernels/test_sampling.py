@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from xllm_kernels_npu.sampling import sample, sample_reference
+
 from xllm_npu.execution.sampler import Sampler
 from xllm_npu.execution.sampling_state import RANDOM, SamplingState
 from xllm_npu.state.sampling_params import SamplingParams
