@@ -83,5 +83,5 @@ KERNELS = (
     Kernel(
         add_rms_norm_kernel,
         (*(_case(dtype, 4096) for dtype in FLOAT_TYPES), _case("bf16", 576), _case("bf16", 2048), _case("bf16", 7168)),
-        ub_budget=160 << 10),
+        ub_budget=144 << 10),
 )

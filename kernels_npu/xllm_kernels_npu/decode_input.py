@@ -92,5 +92,5 @@ def _case(block_size: int, has_second: bool) -> CompileCase:
 
 
 KERNELS = (
-    Kernel(decode_input_kernel, (_case(128, False), _case(16, False), _case(128, True)), ub_budget=16 << 10),
+    Kernel(decode_input_kernel, (_case(128, False), _case(16, False), _case(128, True)), ub_budget=1 << 10),
 )

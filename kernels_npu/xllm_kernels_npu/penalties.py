@@ -80,5 +80,5 @@ KERNELS = (
              **dict.fromkeys(("repetition", "frequency", "presence"), "*fp32"),
              **dict.fromkeys(("num_rows", "logits_stride", "vocab"), "i32")},
             {"TILE": TILE_VALUES}),),
-        ub_budget=160 << 10),
+        ub_budget=128 << 10),
 )

@@ -156,5 +156,5 @@ KERNELS = (
          _case("bf16", 32, 8, 128, 128, normed=True), _case("bf16", 32, 2, 128, 64, interleaved=True),
          _case("bf16", 96, 8, 128, 64, normed=True), _case("bf16", 16, 4, 128, 128, interleaved=True, normed=True),
          _case("fp32", 16, 4, 128, 128, interleaved=True, normed=True), _case("fp32", 96, 8, 128, 64, normed=True)),
-        ub_budget=160 << 10),
+        ub_budget=136 << 10),
 )

@@ -66,5 +66,5 @@ KERNELS = (
     Kernel(
         swiglu_kernel,
         (*(_case(dtype, 11008) for dtype in FLOAT_TYPES), _case("bf16", 1536), _case("bf16", 768)),
-        ub_budget=160 << 10),
+        ub_budget=112 << 10),
 )

@@ -68,5 +68,5 @@ def _case(dtype: str) -> CompileCase:
 
 
 KERNELS = (
-    Kernel(token_bitmask_kernel, tuple(_case(dtype) for dtype in FLOAT_TYPES), ub_budget=128 << 10),
+    Kernel(token_bitmask_kernel, tuple(_case(dtype) for dtype in FLOAT_TYPES), ub_budget=96 << 10),
 )
