@@ -61,6 +61,7 @@ class Capabilities:
     virtual_memory: bool = False
     shared_memory: bool = False  # all devices of a machine are one: its memory and cores are divided among ranks
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    slow_dtypes: tuple[str, ...] = ()  # of these; a model whose dtype nobody chose is computed in float32 instead
     default_block_size: int = 128
     default_graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     default_tokens_per_batch: int = 0  # tokens of one step where the user set none; 0: the setting's own default

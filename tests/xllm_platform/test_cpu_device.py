@@ -138,3 +138,22 @@ def test_processor_name(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\nvendor_id\t: X\nmodel name\t: Fast Chip 9000\n\nmodel name\t: other\n")
     assert topology.processor_name(info) == "Fast Chip 9000"
     assert topology.processor_name(tmp_path / "absent").endswith("processor")
+
+
+@pytest.mark.parametrize(("line", "fast"), [
+    ("flags\t\t: fpu sse2 avx avx2 fma avx512f avx512dq avx512bw avx512vl", True),
+    ("flags\t\t: fpu avx2 avx_vnni avx_ne_convert", True),
+    ("flags\t\t: fpu avx2 avx512f avx512bw", False),
+    ("flags\t\t: fpu sse2 avx avx2 fma", False),
+    ("Features\t: fp asimd i8mm bf16", True),
+    ("Features\t: fp asimd", False),
+])  # fmt: skip
+def test_which_processors_multiply_bfloat16(tmp_path: Path, line: str, fast: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: some\n{line}\n")
+    assert topology.multiplies_bfloat16(cpuinfo) == fast
+
+
+def test_the_processors_flags_and_torch_agree() -> None:
+    torch = pytest.importorskip("torch")
+    assert topology.multiplies_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()

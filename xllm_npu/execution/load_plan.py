@@ -36,8 +36,13 @@ class StepShape:
 
 
 def choose_dtype(settings: Settings, config: ModelConfig, platform: Platform) -> torch.dtype:
+    """The one asked for, or else the checkpoint's, unless the device is slow in it and not in float32."""
     name = config.torch_dtype if settings.model.dtype == "auto" else settings.model.dtype
     offered = platform.capabilities.dtypes
+    if settings.model.dtype == "auto" and name in platform.capabilities.slow_dtypes:
+        log.info("this processor is slow in %s: float32 is used, which takes twice the memory; --dtype %s keeps it",
+                 name, name)
+        name = "float32"
     if name not in offered:
         known = ", ".join(offered)
         raise LoadError(f"Platform {platform.name} does not compute in {name}: set --dtype to one of {known}.")

@@ -104,6 +104,8 @@ def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 def pack_linear(weight: torch.Tensor) -> torch.Tensor | None:
     if _linear_pointwise is None or weight.dtype not in _ENCODINGS:
         return None
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None  # neither AVX-512 nor the like
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
 
 

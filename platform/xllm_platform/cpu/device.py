@@ -51,6 +51,7 @@ class CpuPlatform(Platform):
             virtual_memory=True,
             shared_memory=True,
             dtypes=("float32", "bfloat16", "float16"),
+            slow_dtypes=() if topology.multiplies_bfloat16() else ("bfloat16",),
             default_block_size=128,
             default_tokens_per_batch=1024,  # about half a second of a 135M model on two cores: decodes wait for it
             default_cache_bytes=4 * 2**30,  # the machine is its user's, not ours alone
