@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ import pytest
 import torch
 from xllm_kernels_npu import kv_store, mla_decode, paged_decode, paged_prefill, rms_norm
 
+from tests.npu_lab.kernels.mutation import mutated
 from tests.npu_lab.kernels.numbers import random, same
 from tests.npu_lab.kernels.pages import Pages, queries
 
@@ -96,20 +96,6 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (mla_decode, "tl.where(known[None, :], scores * scale, HIDDEN)", "scores * scale"),  # no mask
     (mla_decode, "scores += tl.dot(rotated_q", "scores = tl.dot(rotated_q"),
 ]
-
-
-def mutated(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {module.__name__}"
-    file = folder / "changed.py"  # Triton reads a kernel's source from its file
-    file.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("changed", file)
-    assert spec is not None
-    assert spec.loader is not None
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    return changed
 
 
 @pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__)
