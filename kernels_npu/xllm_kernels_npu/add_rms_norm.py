@@ -74,14 +74,18 @@ def add_rms_norm_reference(
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float(), total
 
 
-def _case(dtype: str, width: int) -> CompileCase:
+def _case(dtype: str, width: int, weight: str = "") -> CompileCase:
     pointers = dict.fromkeys(("x", "residual", "weight", "out", "total"), f"*{dtype}")
-    return CompileCase(f"{dtype}, {width} wide", {**pointers, "num_rows": "i32", "eps": "fp32"}, tiling(width))
+    pointers["weight"] = f"*{weight or dtype}"
+    return CompileCase(
+        f"{dtype}{f' by {weight}' * bool(weight)}, {width} wide",
+        {**pointers, "num_rows": "i32", "eps": "fp32"}, tiling(width))
 
 
 KERNELS = (
     Kernel(
         add_rms_norm_kernel,
-        (*(_case(dtype, 4096) for dtype in FLOAT_TYPES), _case("bf16", 576), _case("bf16", 2048), _case("bf16", 7168)),
+        (*(_case(dtype, 4096) for dtype in FLOAT_TYPES), _case("bf16", 576), _case("bf16", 2048), _case("bf16", 7168),
+         _case("bf16", 5376, "fp32")),
         ub_budget=144 << 10),
 )

@@ -70,10 +70,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def _case(dtype: str, width: int) -> CompileCase:
+def _case(dtype: str, width: int, weight: str = "") -> CompileCase:
     return CompileCase(
-        f"{dtype}, {width} wide",
-        {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}", "num_rows": "i32", "row_stride": "i32",
+        f"{dtype}{f' by {weight}' * bool(weight)}, {width} wide",
+        {"x": f"*{dtype}", "weight": f"*{weight or dtype}", "out": f"*{dtype}", "num_rows": "i32", "row_stride": "i32",
          "eps": "fp32"},
         tiling(width))
 
@@ -81,6 +81,7 @@ def _case(dtype: str, width: int) -> CompileCase:
 KERNELS = (
     Kernel(
         rms_norm_kernel,
-        (*(_case(dtype, 4096) for dtype in FLOAT_TYPES), _case("bf16", 128), _case("bf16", 576), _case("bf16", 7168)),
+        (*(_case(dtype, 4096) for dtype in FLOAT_TYPES), _case("bf16", 128), _case("bf16", 576), _case("bf16", 7168),
+         _case("bf16", 5376, "fp32")),
         ub_budget=160 << 10),
 )

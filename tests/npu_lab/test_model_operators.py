@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from npu_emulator import dispatch
 from xllm_models.attention import npu_attention, torch_attention
 from xllm_models.attention.base import AttentionSpec, LayerAttention
 from xllm_models.forward_input import AttentionMetadata
@@ -40,10 +41,23 @@ def check_operators(ops: ModuleType) -> None:
     found = ops.add_rms_norm(x.npu(), residual.npu(), weight.npu(), 1e-3)
     for one, expected in zip(found, torch_ops.add_rms_norm(x, residual, weight, 1e-3)):
         same(one, expected)
+    check_norms_of_two_types(ops, x, residual)
     for activation in ("silu", "gelu"):
         same(ops.act_and_mul(x.npu(), activation), torch_ops.act_and_mul(x, activation))
     check_rotary(ops)
     check_filters(ops)
+
+
+def check_norms_of_two_types(ops: ModuleType, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """By kernels of this project, as the partial rotation is."""
+    weight = torch.rand(32)
+    ours = [f"triton::{name}_kernel" for name in ("rms_norm", "add_rms_norm")]
+    before = [dispatch.calls[name] for name in ours]
+    same(ops.rms_norm(x.npu(), weight.npu(), 1e-3), torch_ops.rms_norm(x, weight, 1e-3))
+    found = ops.add_rms_norm(x.npu(), residual.npu(), weight.npu(), 1e-3)
+    for one, expected in zip(found, torch_ops.add_rms_norm(x, residual, weight, 1e-3)):
+        same(one, expected)
+    assert [dispatch.calls[name] for name in ours] == [count + 1 for count in before]
 
 
 def check_filters(ops: ModuleType) -> None:
@@ -117,8 +131,10 @@ def check_rotary(ops: ModuleType) -> None:
         table = torch.cat((angles.cos(), angles.sin()), -1)  # [positions, turned] float32
         for given in ([], [*norms, 1e-3]):
             inputs = [qkv, positions, table, HEADS, KV, *given]
+            kernels = dispatch.calls["triton::rotary_kernel"]
             on_device = [one.npu() if isinstance(one, torch.Tensor) else one for one in inputs]
             same(ops.rotary(*on_device), torch_ops.rotary(qkv.clone(), *inputs[1:]))
+            assert dispatch.calls["triton::rotary_kernel"] == kernels + (turned < DIM)
     heads, table = qkv.view(7, -1, DIM), torch.cat(((a := torch.rand(10, DIM // 2) * 6).cos(), a.sin()), -1)
     same(ops.rotary_pairs(heads.npu(), positions.npu(), table.npu()), torch_ops.rotary_pairs(heads, positions, table))
 
@@ -181,6 +197,9 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (npu_ops, "npu_add_rms_norm(x, residual, weight, eps)", "npu_add_rms_norm(x, weight, residual, eps)"),
     (npu_ops, "npu_add_rms_norm(x, residual, weight, eps)", "npu_add_rms_norm(x, residual, weight, eps * 1000)"),
     (npu_ops, "normed, _, total =", "normed, total, _ ="),
+    (npu_ops, '_kernel("add_rms_norm")', "None"),
+    (npu_ops, '_kernel("rms_norm")', "None"),
+    (npu_ops, '_kernel("rotary")', "None"),
     (npu_ops, "npu_rotary_mul(query.contiguous(), cos, sin)", "npu_rotary_mul(query.contiguous(), sin, cos)"),
     (npu_ops, "npu_rotary_mul(key.contiguous(), cos, sin)", "npu_rotary_mul(key.contiguous(), cos, sin, 'interleave')"),
     (npu_ops, "cos_sin[positions].to(qkv.dtype)", "cos_sin[positions]"),

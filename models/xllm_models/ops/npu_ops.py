@@ -1,9 +1,13 @@
-"""The operators on Ascend NPUs: torch_npu's fused ones where it has them.
+"""The operators on Ascend NPUs: torch_npu's fused ones, this project's Triton kernels where it has none, else torch's.
 
 Importing needs no torch_npu; calling an operator does (importing torch_npu is what registers torch.ops.npu).
 """
 
 from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
 
 import torch
 
@@ -21,8 +25,9 @@ ALL_EXPERTS_ROWS = 256  # rows up to which all experts are computed for all of t
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if weight.dtype != x.dtype:
-        return torch_ops.rms_norm(x, weight, eps)
+    if weight.dtype != x.dtype:  # npu_rms_norm takes one type
+        kernel = _kernel("rms_norm")
+        return torch_ops.rms_norm(x, weight, eps) if kernel is None else kernel.rms_norm(x, weight, eps)
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
@@ -30,7 +35,9 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if weight.dtype != x.dtype:
-        return torch_ops.add_rms_norm(x, residual, weight, eps)
+        kernel = _kernel("add_rms_norm")
+        add = torch_ops.add_rms_norm if kernel is None else kernel.add_rms_norm
+        return add(x, residual, weight, eps)
     normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return normed, total
 
@@ -48,7 +55,9 @@ def rotary(
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
     heads = qkv.view(1, num_tokens, num_heads + 2 * num_kv_heads, -1)
     if rotary_dim != heads.shape[-1]:  # npu_rotary_mul turns whole heads only
-        return torch_ops.rotary(qkv, positions, cos_sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
+        kernel = _kernel("rotary")
+        turn = torch_ops.rotary if kernel is None else kernel.rotary
+        return turn(qkv, positions, cos_sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     if q_norm is not None and k_norm is not None:
         query, key = rms_norm(query.contiguous(), q_norm, eps), rms_norm(key.contiguous(), k_norm, eps)
@@ -90,3 +99,12 @@ def moe_experts(
     every = x.shape[0] <= ALL_EXPERTS_ROWS or torch.npu.is_current_stream_capturing()  # type: ignore[attr-defined]
     compute = torch_moe.moe_experts_of_all if every else torch_moe.moe_experts
     return compute(x, ids, weights, gate_up, down, activation, first_expert, gate_up_bias, down_bias)
+
+
+@functools.cache
+def _kernel(module: str) -> ModuleType | None:
+    """None where triton-ascend is not installed."""
+    try:
+        return importlib.import_module(f"xllm_kernels_npu.{module}")
+    except ImportError:
+        return None

@@ -24,6 +24,13 @@ def test_numbers(device: torch.device, dtype: torch.dtype, rows: int, width: int
     assert torch.equal(residual.cpu(), before[1])
 
 
+def test_weights_of_another_type(device: torch.device) -> None:
+    x, residual = (random((5, 5000), torch.bfloat16, device) for _ in "xr")
+    weight = random((5000,), torch.float32, device)
+    same(add_rms_norm(x, residual, weight, 0.02)[0],
+         add_rms_norm_reference(x.cpu(), residual.cpu(), weight.cpu(), 0.02)[0])
+
+
 def test_nothing_to_do(device: torch.device) -> None:
     empty = torch.empty(0, 8, device=device)
     normed, total = add_rms_norm(empty, empty, torch.ones(8, device=device), 1e-6)

@@ -18,6 +18,11 @@ def test_numbers(device: torch.device, dtype: torch.dtype, rows: int, width: int
     same(rms_norm(x, weight, 1e-5), rms_norm_reference(x.cpu().float(), weight.cpu().float(), 1e-5))
 
 
+def test_weights_of_another_type(device: torch.device) -> None:
+    x, weight = random((5, 5000), torch.bfloat16, device), random((5000,), torch.float32, device)
+    same(rms_norm(x, weight, 0.02), rms_norm_reference(x.cpu().float(), weight.cpu(), 0.02))
+
+
 def test_rows_of_a_wider_tensor(device: torch.device) -> None:
     wide, weight = random((9, 300), torch.float32, device), random((100,), torch.float32, device)
     same(rms_norm(wide[:, 100:200], weight, 1e-6), rms_norm_reference(wide.cpu()[:, 100:200], weight.cpu(), 1e-6))
