@@ -142,7 +142,7 @@ def test_every_unknown_flag_is_reported_at_once():
     ("words", "said"),
     [
         ("--port 70000", "--port=70000 is out of range: it takes 0 to 65535."),
-        ("--gpu-memory-utilization=1.5", "--gpu-memory-utilization=1.5 is out of range: it takes above 0, at most 1."),
+        ("--gpu-memory-utilization=1.5", "--gpu-memory-utilization=1.5 is out of range: it takes 0 to 1."),
         ("--max_memory_utilization nan", "--max_memory_utilization=nan takes a finite number."),
         ("--block-size x", "--block-size=x takes a whole number."),
         ("--dtype int4", "--dtype=int4 is not one of auto, float32, bfloat16, float16."),

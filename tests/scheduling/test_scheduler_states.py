@@ -26,6 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, policy, prefix, chunked, in_batch, num_blocks, max_seqs, max_chunk, strategy):
         self.driver = Driver(
+            **self.memory(num_blocks),
             policy=policy, enable_prefix_cache=prefix, enable_chunked_prefill=chunked, num_blocks=num_blocks,
             enable_in_batch_prefix_cache=in_batch, max_seqs=max_seqs, max_chunk=max_chunk if chunked else 0,
             priority_strategy=strategy, max_tokens=32, max_model_len=48, vocab=VOCAB, eos_token_ids=(VOCAB - 1,),
@@ -33,6 +34,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.driver.scheduler
         self.prompts: dict[int, tuple[list[int], int, int]] = {}
         self.aborted: set[int] = set()
+
+    def memory(self, num_blocks):
+        """Arguments of `Driver`."""
+        return {}
 
     @rule(shared=st.integers(0, 24), own=st.lists(st.integers(0, 9), min_size=1, max_size=6),
           max_tokens=st.integers(1, 14), n=st.sampled_from((1, 1, 1, 2, 4)), priority=st.integers(-2, 2),

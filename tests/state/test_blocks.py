@@ -25,11 +25,15 @@ class BlocksMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(8, 24), enabled=st.booleans())
     def start(self, num_blocks, enabled):
         self.table = BatchTable(ROWS, LENGTH, LENGTH // SIZE)
-        self.manager = BlockManager(self.table, num_blocks, SIZE, prefix_seed=1, enable_prefix_cache=enabled)
+        self.manager = BlockManager(
+            self.table, self.make_pool(num_blocks), SIZE, prefix_seed=1, enable_prefix_cache=enabled)
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.root = self.manager.prefix.root("")
+
+    def make_pool(self, num_blocks):
+        return BlockPool(num_blocks)
 
     def write(self, row, begin, end):
         """KV of positions begin..end-1, into blocks that only this row may hold."""
@@ -174,7 +178,7 @@ def test_check_integrity_finds_damage(damage):
 
 def test_a_collision_of_hashes_is_not_a_hit():
     table = BatchTable(2, 16, 4)
-    manager = BlockManager(table, 8, SIZE, prefix_seed=1, enable_prefix_cache=True)
+    manager = BlockManager(table, BlockPool(8), SIZE, prefix_seed=1, enable_prefix_cache=True)
     row = table.take_row()
     table.token_ids[row, :5] = [1, 2, 3, 4, 5]
     manager.grow(row, 5)
@@ -185,7 +189,7 @@ def test_a_collision_of_hashes_is_not_a_hit():
 
 def test_the_whole_prompt_is_never_a_hit():
     table = BatchTable(2, 16, 4)
-    manager = BlockManager(table, 8, SIZE, prefix_seed=1, enable_prefix_cache=True)
+    manager = BlockManager(table, BlockPool(8), SIZE, prefix_seed=1, enable_prefix_cache=True)
     tokens, chain = np.arange(8, dtype=np.int32), []
     manager.prefix.extend_chain(chain, manager.prefix.root(""), tokens, 8)
     row = table.take_row()
@@ -197,7 +201,7 @@ def test_the_whole_prompt_is_never_a_hit():
 
 def test_chains_depend_on_salt_seed_and_every_token_before():
     def chain(salt="", seed=1, tokens=range(12)):
-        manager = BlockManager(BatchTable(1, 16, 4), 8, SIZE, prefix_seed=seed, enable_prefix_cache=True)
+        manager = BlockManager(BatchTable(1, 16, 4), BlockPool(8), SIZE, prefix_seed=seed, enable_prefix_cache=True)
         found: list[bytes] = []
         manager.prefix.extend_chain(found, manager.prefix.root(salt), np.array(tokens, np.int32), 12)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from tests.support.scripted_worker import ScriptedWorker
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.kv_cache.block_pool import BlockPool
 from xllm_npu.state.messages import AddRequest, Finished, StepOutputs, sequence_key
 from xllm_npu.state.sampling_params import SamplingParams
 
@@ -22,11 +24,15 @@ def add_request(request_id: int, prompt, **params) -> AddRequest:
 
 
 class Driver:
-    def __init__(self, overlap: bool = False, vocab: int = 1000, **options) -> None:
+    def __init__(
+        self, overlap: bool = False, vocab: int = 1000, pool: BlockPool | None = None,
+        is_mapped: Callable[[int], bool] = lambda block: True, **options
+    ) -> None:
         defaults = {"max_seqs": 8, "max_tokens": 64, "max_model_len": 128, "num_blocks": 40, "block_size": 4}
         self.options = SchedulerOptions(**{**defaults, **options})
-        self.scheduler = Scheduler(self.options)
-        self.worker = ScriptedWorker(self.options.num_blocks, self.options.block_size, self.options.max_seqs, vocab)
+        self.scheduler = Scheduler(self.options, pool)
+        num_blocks = self.options.num_blocks if pool is None else pool.num_blocks
+        self.worker = ScriptedWorker(num_blocks, self.options.block_size, self.options.max_seqs, vocab, is_mapped)
         self.depth = 1 if overlap else 0
         self.queue: deque[StepInput] = deque()
         self.tokens: dict[int, list[int]] = {}

@@ -6,6 +6,8 @@ mismatch. The next token is a function of the prefix, so that tokens do not depe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -39,7 +41,12 @@ def expected_output(prompt, count: int, vocab: int, salt: int = 0) -> list[int]:
 
 
 class ScriptedWorker:
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab: int = 1000) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_rows: int, vocab: int = 1000,
+        is_mapped: Callable[[int], bool] = lambda block: True,
+    ) -> None:
+        """`is_mapped`: whether a block's memory is there; what a step touches must be."""
+        self.is_mapped = is_mapped
         self.block_size, self.vocab = block_size, vocab
         self.kv = np.full((num_blocks, block_size), -1, np.int64)
         self.last_token = np.full(max_rows, -1, np.int64)
@@ -62,6 +69,8 @@ class ScriptedWorker:
             self.sequence_index[admission.row] = admission.sequence_index
             self.second_rotation[admission.row] = admission.second_rotation
         for source, target in step.copies:
+            assert self.is_mapped(source), f"block {source} is copied and has no memory"
+            assert self.is_mapped(target), f"block {target} is copied to and has no memory"
             self.kv[target] = self.kv[source]
         state = self._forward(rows, start, new, table, tokens)
         out = [next_token(state[i], self.vocab, int(self.sequence_index[row]))
@@ -94,4 +103,6 @@ class ScriptedWorker:
         return state
 
     def _slot(self, blocks, position: int) -> tuple[int, int]:
-        return int(blocks[position // self.block_size]), position % self.block_size
+        block = int(blocks[position // self.block_size])
+        assert self.is_mapped(block), f"block {block} has no memory"
+        return block, position % self.block_size

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from xllm_npu.config.names import flag
-from xllm_npu.config.settings import Settings
+from xllm_npu.config.settings import Settings, spans_machines
 
 # A rule sees the settings and the spelling of those that the user gave (so not the defaults).
 Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
@@ -87,6 +87,21 @@ def _in_batch_prefix(settings: Settings, spelled: Mapping[str, str]) -> Iterator
         yield f"{spelled[name]} needs the prefix cache, which --enable-prefix-cache=false turns off."
 
 
+def _virtual_memory(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    kv, vmm, elastic = settings.kv_cache, "--enable-vmm-kvcache", "--vmm-elastic"
+    if kv.vmm_elastic and not kv.enable_vmm_kvcache:
+        yield f"{spelled.get('vmm_elastic', elastic)} has no meaning without {vmm}."
+    if kv.vmm_memory_reserve_bytes and not kv.vmm_elastic:
+        name = "vmm_memory_reserve_bytes"
+        yield f"{spelled.get(name, flag(name))} has no meaning without {elastic}."
+    if not kv.max_memory_utilization and not (kv.enable_vmm_kvcache and kv.vmm_elastic):
+        yield (f"{spelled.get('max_memory_utilization', '--max-memory-utilization')}=0, no limit, is for {vmm} with "
+               f"{elastic}: a cache of fixed size needs a share above 0.")
+    if kv.enable_vmm_kvcache and spans_machines(settings):
+        yield (f"{spelled.get('enable_vmm_kvcache', vmm)} is for one machine in this version: leave it out, or "
+               "--nnodes and --placement.")
+
+
 def _tls(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     s = settings.service
     if s.ssl_keyfile and not s.ssl_certfile:
@@ -137,5 +152,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _machines, _whole_prompt_fits_a_step,
-    _chunk_size, _in_batch_prefix, _tls, _one_address, _root_path, _api_keys, _chat_template, _tokenizer,
+    _chunk_size, _in_batch_prefix, _virtual_memory, _tls, _one_address, _root_path, _api_keys, _chat_template,
+    _tokenizer,
 )  # fmt: skip

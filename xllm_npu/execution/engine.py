@@ -6,6 +6,7 @@ one runs. Knows no policy: what runs is the scheduler's choice.
 
 from __future__ import annotations
 
+from xllm_npu.execution.engine_memory import EngineMemory
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
@@ -15,9 +16,13 @@ from xllm_npu.state.batch import BatchGroup, StepResult
 class Engine:
     """One data-parallel rank's workers: the first samples and answers, the others compute along."""
 
-    def __init__(self, worker: WorkerClient, others: WorkerGroup | None, block_size: int) -> None:
+    def __init__(
+        self, worker: WorkerClient, others: WorkerGroup | None, block_size: int,
+        pages: EngineMemory | None = None,
+    ) -> None:
         self._worker, self._others = worker, others
         self._block_size = block_size
+        self.pages = pages  # behind an elastic KV cache
 
     def submit(self, group: BatchGroup) -> None:
         message = build_step_input(group.batches[0], group.tables[0], self._block_size)
@@ -48,6 +53,8 @@ class Engine:
             raise self._others.failure
 
     def close(self) -> None:
+        if self.pages is not None:
+            self.pages.close()
         if self._others is not None:
             self._others.close()
         self._worker.close()

@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
+from xllm_npu.execution.engine_memory import connect_memory
 from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.worker import Worker
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
-from xllm_npu.execution.worker_loader import Progress, check_cut, load_worker
+from xllm_npu.execution.worker_loader import LoadedWorker, Progress, check_cut, load_worker
+from xllm_npu.execution.worker_messages import WorkerReady
 from xllm_npu.state.launch import EngineInit, local_slots
-from xllm_npu.state.messages import EngineReady, WeightLoad
+from xllm_npu.state.messages import EngineReady
 
 MIB = 2**20
 
@@ -50,21 +52,27 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
         init.rendezvous = f"file://{init.directory}/rendezvous"
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
                 slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
-    made: list[EngineReady] = []
+    made: list[LoadedWorker] = []
 
     def make() -> Worker:
-        loaded = load_worker(settings, rank, progress)
-        made.append(loaded.ready)
-        return loaded.worker
+        made.append(load_worker(settings, rank, progress))
+        return made[0].worker
 
     if settings.parallel.tp_size == 1:
         worker = _one_worker(make, overlap)
-        return Engine(worker, None, made[0].block_size), made[0]
+        ready = made[0].ready
+        return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None)), ready
     check_cut(settings, rank, progress)
     client, group, others = _several_workers(settings, init, make)
-    made[0].ranks = settings.parallel.tp_size
-    made[0].weight_loads += others
-    return Engine(client, group, made[0].block_size), made[0]
+    ready = made[0].ready
+    ready.ranks = settings.parallel.tp_size
+    ready.weight_loads += [other.weights for other in others]
+    try:
+        memory = connect_memory(made[0].memory, others, group)
+    except BaseException:
+        group.close(patience=0)
+        raise
+    return Engine(client, group, ready.block_size, memory), ready
 
 
 def _one_worker(make: Callable[[], Worker], overlap: bool) -> WorkerClient:
@@ -77,7 +85,7 @@ def _one_worker(make: Callable[[], Worker], overlap: bool) -> WorkerClient:
 
 def _several_workers(
     settings: Settings, init: EngineInit, make: Callable[[], Worker]
-) -> tuple[InProcessWorker, WorkerGroup, list[WeightLoad]]:
+) -> tuple[InProcessWorker, WorkerGroup, list[WorkerReady]]:
     """Rank 0 has a thread of its own whatever the loop is: a thread that is stuck cannot be woken, its caller can."""
     e = settings.execution
     client: InProcessWorker | None = None
@@ -98,7 +106,7 @@ def _several_workers(
         except Exception as error:
             raise group.cause(error) from error
         group.busy_since = lambda: client.busy_since if client is not None else None
-        others = [ready.weights for ready in group.wait_ready()]
+        others = group.wait_ready()
     except BaseException:
         group.close(patience=0)  # those that still load would hear nothing
         raise

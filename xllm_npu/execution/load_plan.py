@@ -20,6 +20,7 @@ from xllm_platform.base import Platform, PlatformError
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.rank import Rank
+from xllm_npu.execution.virtual_kv import VirtualKV, plan_virtual_kv
 from xllm_npu.memory.kv_capacity import CacheRequest, CacheTooSmall, longest_sequence, num_kv_blocks
 
 log = logging.getLogger(__name__)
@@ -119,33 +120,55 @@ def _with_heads_of(head_dim: int, backends: dict[str, type[PagedBackend]], asked
     return able
 
 
-def cache_blocks(
+@dataclass(slots=True, frozen=True)
+class CachePlan:
+    """The KV cache to be: blocks (the dummy included), and how it lies in virtual memory if it does."""
+
+    blocks: int
+    shape: StepShape  # with a max_model_len nobody asked for cut to what the cache holds
+    virtual: VirtualKV | None = None
+
+
+def plan_cache(
     settings: Settings, rank: Rank, platform: Platform, backend: type[PagedBackend], spec: Any,
     config: ModelConfig, shape: StepShape, graph_bytes: int = 0,
-) -> tuple[int, StepShape]:
-    """Blocks (the dummy included), leaving `graph_bytes` to graphs; the shape, with a max_model_len nobody asked for
-    cut to what the cache holds.
-    """
+) -> CachePlan:
+    """Leaves `graph_bytes` to graphs."""
     kv, memory = settings.kv_cache, platform.memory_info()
     explicit = "max_memory_utilization" in kv.model_fields_set
     sharers = rank.ranks_here if platform.capabilities.shared_memory else 1
-    blocks = num_kv_blocks(CacheRequest(
-        bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
-        max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free // sharers,
-        total_bytes=memory.total // sharers,
-        workspace_bytes=_workspace_bytes(config, shape, settings.parallel.dp_size), graph_bytes=graph_bytes,
-        utilization=kv.max_memory_utilization,
-        max_cache_bytes=kv.max_cache_size,
-        soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
-    ))
+    workspace = _workspace_bytes(config, shape, settings.parallel.dp_size)
+    elastic, blocks = kv.enable_vmm_kvcache and kv.vmm_elastic, 0
+    if not elastic:
+        blocks = num_kv_blocks(CacheRequest(
+            bytes_per_block=backend.kv_bytes_per_block(spec), block_size=shape.block_size,
+            max_model_len=shape.max_model_len, max_seqs=shape.max_seqs, free_bytes=memory.free // sharers,
+            total_bytes=memory.total // sharers, workspace_bytes=workspace, graph_bytes=graph_bytes,
+            utilization=kv.max_memory_utilization, max_cache_bytes=kv.max_cache_size,
+            soft_limit_bytes=0 if explicit else platform.capabilities.default_cache_bytes,
+        ))
+    usable, virtual = blocks, None
+    if kv.enable_vmm_kvcache:
+        virtual = plan_virtual_kv(
+            kv, platform, backend, spec, sharers=sharers, blocks=blocks,
+            most_blocks=-(-shape.max_model_len // shape.block_size) * shape.max_seqs + 1, workspace_bytes=workspace)
+        blocks, usable = virtual.num_blocks, virtual.usable_blocks
+    return CachePlan(blocks, _fitting_shape(settings, shape, usable), virtual)
+
+
+def _fitting_shape(settings: Settings, shape: StepShape, blocks: int) -> StepShape:
+    """One sequence alone must fit."""
     longest = longest_sequence(blocks, shape.block_size)
     if longest >= shape.max_model_len:
-        return blocks, shape
+        return shape
+    if longest <= 0:
+        raise CacheTooSmall("There is no memory for the KV cache now: free some, or lower vmm_memory_reserve_bytes, "
+                            "block_size or max_tokens_per_batch.")
     if settings.model.max_model_len is not None:
         raise CacheTooSmall(f"The KV cache holds {longest} tokens and max_model_len is {shape.max_model_len}: lower "
                             f"max_model_len, or raise max_cache_size or max_memory_utilization.")
     log.warning("max_model_len is lowered from %d to %d, what the KV cache holds", shape.max_model_len, longest)
-    return blocks, dataclasses.replace(shape, max_model_len=longest)
+    return dataclasses.replace(shape, max_model_len=longest)
 
 
 def _workspace_bytes(config: ModelConfig, shape: StepShape, dp_size: int) -> int:

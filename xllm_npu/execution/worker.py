@@ -24,6 +24,7 @@ from xllm_npu.execution.logprobs import prompt_logprobs
 from xllm_npu.execution.sampler import Sampler, SampleResult
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.batch import StepResult
 from xllm_npu.state.messages import Logprobs
 
@@ -42,6 +43,7 @@ class WorkerParts:
     sampling: SamplingState
     parallel: ParallelState = field(default_factory=ParallelState.single)
     balancer: ExpertBalancer | None = None
+    memory: WorkerMemoryResources | None = None  # under the KV cache, where that is in virtual memory
 
 
 class Worker:
@@ -67,8 +69,10 @@ class Worker:
         return self._result(step, result, prompts, began, p.executor.graph_misses > misses)
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks and give virtual memory back; no step follows."""
         self.parts.parallel.shutdown()
+        if self.parts.memory is not None:
+            self.parts.memory.close()
 
     def _update_rows(self, step: StepInput) -> None:
         sampling = self.parts.sampling

@@ -31,11 +31,12 @@ from xllm_npu.execution.graph_plan import fitting, measure
 from xllm_npu.execution.graph_runner import GraphRunner
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.load_plan import (
+    CachePlan,
     StepShape,
-    cache_blocks,
     choose_attention,
     choose_dtype,
     graph_sizes,
+    plan_cache,
     step_shape,
 )
 from xllm_npu.execution.model_loader import load_model_weights, read_config
@@ -43,6 +44,7 @@ from xllm_npu.execution.rank import Rank, is_coupled
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.warm_up import warm_up
 from xllm_npu.execution.worker import Worker, WorkerParts
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.messages import EngineProgress, EngineReady, WeightLoad
 
 KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
@@ -55,6 +57,7 @@ class LoadedWorker:
     worker: Worker
     ready: EngineReady  # num_kv_blocks does not count the dummy
     tokenizer_dir: Path
+    memory: WorkerMemoryResources | None = None  # where the KV cache is in virtual memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,20 +120,25 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     spec = model.attention_spec(shape.block_size)
     sizes = graph_sizes(settings, platform, backend, shape)
     sizes, graph_bytes = _plan_graphs(start, model, backend, spec, shape, sizes, progress)
-    planned = cache_blocks(settings, start.rank, platform, backend, spec, config, shape, graph_bytes)
-    blocks, shape = _agree(parallel, platform, *planned)
+    planned = plan_cache(settings, start.rank, platform, backend, spec, config, shape, graph_bytes)
+    plan = _agree(parallel, platform, planned)
+    shape = plan.shape
     attention = backend(spec)
-    attention.allocate_kv_caches(blocks)
+    memory = None if plan.virtual is None else plan.virtual.resources()
+    attention.allocate_kv_caches(plan.blocks, None if memory is None else memory.kv.new_cache)
     model.bind_attention(attention)
     model.reserve_positions(shape.max_model_len)
     worker = _assemble(start, model, attention, balancer, shape, sizes, progress)
+    worker.parts.memory = memory
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)
     if balancer is not None:
         balancer.restart()
     progress(EngineProgress("Warming up", 1, 1))
-    memory = blocks, blocks * backend.kv_bytes_per_block(spec)
-    return LoadedWorker(worker, _describe(start, model, shape, weights, memory, sizes), start.resolved.tokenizer_dir)
+    cache = plan.blocks, plan.blocks * backend.kv_bytes_per_block(spec)
+    ready = _describe(start, model, shape, weights, cache, sizes)
+    ready.elastic_kv_cache = memory is not None and memory.elastic
+    return LoadedWorker(worker, ready, start.resolved.tokenizer_dir, memory)
 
 
 def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:
@@ -253,13 +261,15 @@ def _join(settings: Settings, rank: Rank, config: ModelConfig, platform: Platfor
     return ParallelState.initialize(init, platform.collective_backend if backend == "auto" else backend)
 
 
-def _agree(parallel: ParallelState, platform: Platform, blocks: int, shape: StepShape) -> tuple[int, StepShape]:
+def _agree(parallel: ParallelState, platform: Platform, plan: CachePlan) -> CachePlan:
     """The smallest KV cache and the shortest context of all ranks: one scheduler plans for them together."""
     if parallel.world.size == 1:
-        return blocks, shape
-    found = torch.tensor([blocks, shape.max_model_len], dtype=torch.int64, device=platform.device())
-    blocks, length = all_reduce(found, parallel.world, "min").tolist()
-    return blocks, dataclasses.replace(shape, max_model_len=length)
+        return plan
+    pages = 0 if plan.virtual is None else plan.virtual.layout.num_pages
+    found = torch.tensor([plan.blocks, plan.shape.max_model_len, pages], dtype=torch.int64, device=platform.device())
+    blocks, length, pages = all_reduce(found, parallel.world, "min").tolist()
+    virtual = None if plan.virtual is None else plan.virtual.with_pages(pages)
+    return CachePlan(blocks, dataclasses.replace(plan.shape, max_model_len=length), virtual)
 
 
 def _resolve(settings: Settings, progress: Progress) -> hub.ResolvedModel:

@@ -22,6 +22,7 @@ class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     device: str
     weights: WeightLoad
     load_seconds: float
+    memory: str = ""  # endpoint that takes calls about its memory
 
 
 class WorkerStatus(msgspec.Struct, tag=True, array_like=True, kw_only=True):

@@ -71,14 +71,21 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     ring = None if init.ring is None else RingReader(init.ring.fd, init.ring.bell, init.ring.index)
     steps = StepReceiver(init.steps, ring)
     from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
+    from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcServer
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
                 rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
     loaded = load_worker(settings, rank, lambda _: None)
+    memory = None
+    if loaded.memory is not None and loaded.memory.elastic:
+        memory = WorkerMemoryRpcServer(init.memory, loaded.memory)
     reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
-                              weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds))
+                              weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds,
+                              memory="" if memory is None else init.memory))
     while not isinstance(step := steps.receive(), WorkerStop):
         loaded.worker.execute(step)
+    if memory is not None:
+        memory.close()
     loaded.worker.close()
     steps.close()
 

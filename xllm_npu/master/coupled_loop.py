@@ -76,5 +76,6 @@ class CoupledLoop(EngineLoop):
         while self._in_flight:  # all ranks have agreed to them
             self._engine.collect()
             self._in_flight.popleft()
+        self.scheduler.close()
         self._engine.close()
         self._exchange.close()

@@ -7,6 +7,7 @@ One object that the engine process drives for clients and that `LLM` drives in t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from xllm_npu.execution.plugins import load_plugins
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.policy import get_policy
 from xllm_npu.scheduling.scheduler import Scheduler
+from xllm_npu.state.kv_cache.elastic_block_pool import ElasticBlockPool
+from xllm_npu.state.kv_cache.page_allocator import PageAllocator
 from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
     AbortRequest,
@@ -28,6 +31,8 @@ from xllm_npu.state.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+STALL_PAUSE = 0.02  # seconds until memory is asked for again, where no request can go on without it
 
 
 def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOptions:
@@ -48,6 +53,12 @@ def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOption
     )
 
 
+def _elastic_pool(engine: Engine) -> ElasticBlockPool | None:
+    if engine.pages is None:
+        return None
+    return ElasticBlockPool(PageAllocator(engine.pages.layout, engine.pages))
+
+
 class EngineLoop:
     def __init__(self, scheduler: Scheduler, engine: Engine, ready: EngineReady, *, overlap: bool) -> None:
         self.scheduler = scheduler
@@ -65,7 +76,7 @@ class EngineLoop:
         get_policy(settings.scheduler.scheduling_policy)  # refused now, not after minutes of loading
         overlap = settings.scheduler.enable_schedule_overlap
         engine, ready = start_engine(settings, init, progress or (lambda _: None), overlap=overlap)
-        scheduler = Scheduler(scheduler_options(settings, ready))
+        scheduler = Scheduler(scheduler_options(settings, ready), _elastic_pool(engine))
         if ready.steps_together:
             from xllm_npu.master.coupled_loop import CoupledLoop  # which builds on this module
             from xllm_npu.master.step_exchange import connect
@@ -112,6 +123,8 @@ class EngineLoop:
         if in_flight > self._depth or (group is None and in_flight):
             return self.scheduler.process(self._engine.collect())
         if group is None:
+            if self.scheduler.stalled:
+                time.sleep(STALL_PAUSE)
             return self.scheduler.pending_outputs()
         return StepOutputs()
 
@@ -120,4 +133,5 @@ class EngineLoop:
         self.scheduler.abort_all()
         while self.scheduler.num_in_flight:
             self.scheduler.process(self._engine.collect())
+        self.scheduler.close()
         self._engine.close()

@@ -76,7 +76,7 @@ class DecodeStage:
         """One block for every row in `needs`, preempting the last in order while there are not enough."""
         running, blocks, table = self._running, self._running.blocks, self._running.table
         coming = 0
-        while int(needs.sum()) > blocks.num_available + coming:
+        while (count := int(needs.sum())) > blocks.make_room(count) + coming:
             victim = self._preemption.victim(plan)
             if victim is None:
                 break
@@ -86,7 +86,7 @@ class DecodeStage:
         granted = np.ones(rows.size, bool)
         for i in np.flatnonzero(needs).tolist():
             row, position = int(rows[i]), int(start[i])
-            if blocks.num_available == 0:
+            if not blocks.make_room(1):
                 granted[i] = False  # waits for the blocks that a step in flight still holds
             elif blocks.is_shared(row, position):
                 plan.copies.append(blocks.make_writable(row, position))

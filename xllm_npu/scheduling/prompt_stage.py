@@ -40,7 +40,8 @@ class PromptStage:
         whole = int(table.prefill_target[row]) - begin
         if wanted == 0 and plan.empty and not running.any_in_flight:  # a latency budget too small for anything
             wanted = min(whole, 1 if self._may_chunk(whole) else budget.tokens)
-        room = (running.blocks.num_available + int(table.num_blocks[row])) * self._options.block_size - begin
+        missing = running.blocks.missing_blocks(row, begin + wanted)
+        room = (running.blocks.make_room(missing) + int(table.num_blocks[row])) * self._options.block_size - begin
         chunk = min(wanted, room)
         if chunk <= 0 or (chunk < whole and not self._may_chunk(whole)):
             return False
@@ -126,7 +127,7 @@ class PromptStage:
         promised = sum(blocks.missing_blocks(s.row, int(running.table.prefill_target[s.row]))
                        for s in running.prefilling())
         used = blocks.pool.num_used * self._policy.reserve_factor + promised
-        if used + whole - hits > o.num_blocks - 1:
+        if used + whole - hits > blocks.capacity:
             return False
         chunk_blocks = min(whole - hits, 1) if self._may_chunk(len(sequence.tokens)) else whole - hits
         return chunk_blocks <= blocks.num_available - unreferenced

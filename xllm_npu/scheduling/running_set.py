@@ -17,17 +17,18 @@ from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.strategy import ttft_deadline
 from xllm_npu.state.batch_table import DECODE, ENDED, PREFILL, BatchTable
 from xllm_npu.state.kv_cache.block_manager import BlockManager
+from xllm_npu.state.kv_cache.block_pool import BlockPool
 from xllm_npu.state.request import NO_ROW, Sequence, SequenceState
 
 I32 = npt.NDArray[np.int32]
 
 
 class RunningSet:
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, pool: BlockPool | None = None) -> None:
         size = options.block_size
         self.table = BatchTable(options.max_seqs, options.max_model_len, -(-options.max_model_len // size))
         self.blocks = BlockManager(
-            self.table, options.num_blocks, size,
+            self.table, pool or BlockPool(options.num_blocks), size,
             prefix_seed=options.prefix_seed, enable_prefix_cache=options.enable_prefix_cache,
         )
         self.options = options

@@ -32,6 +32,7 @@ from xllm_npu.scheduling.strategy import get_strategy
 from xllm_npu.scheduling.waiting_queue import WaitingQueue
 from xllm_npu.state.batch import Batch, BatchGroup, StepResult
 from xllm_npu.state.batch_table import DECODE, STOP_COLUMNS
+from xllm_npu.state.kv_cache.block_pool import BlockPool
 from xllm_npu.state.messages import (
     FINISH_ERROR,
     SEQUENCES_PER_REQUEST,
@@ -45,15 +46,18 @@ from xllm_npu.state.request import NO_ROW, Request, Sequence, SequenceState
 from xllm_npu.state.stopping import max_total_tokens, stop_token_ids
 
 I32 = npt.NDArray[np.int32]
+STALL_SECONDS = 30.0  # that requests wait for memory which others have, when none of theirs can go on
+NO_MEMORY = "There is no memory left for the KV cache of this request; others on the device use it."
 
 
 class Scheduler:
     """The scheduler of one engine (one data-parallel rank)."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, pool: BlockPool | None = None) -> None:
+        """`pool`: where the KV blocks come from; None: one of `options.num_blocks`, all of them there."""
         self.options = options
         self.policy = get_policy(options.policy)
-        self.running = RunningSet(options)
+        self.running = RunningSet(options, pool)
         starve_seconds = options.starve_seconds if options.enable_starve_prevent else None
         self.waiting = WaitingQueue(starve_seconds, self.running.blocks.prefix, options.rotary_switch)
         self.requests: dict[int, Request] = {}
@@ -67,6 +71,7 @@ class Scheduler:
         self._in_flight: deque[tuple[Batch, tuple[float, ...]]] = deque()
         self._pending_finished: list[Finished] = []
         self._next_step = 0
+        self._stalled_since: float | None = None
         self._arrivals = 0
 
     # Requests in
@@ -105,7 +110,7 @@ class Scheduler:
     def _impossible(self, request: Request, max_total: int) -> str | None:
         """Why this request can never be served, or None."""
         o, n = self.options, len(request.prompt)
-        need, have = self.running.blocks.blocks_for(max_total), o.num_blocks - 1
+        need, have = self.running.blocks.blocks_for(max_total), self.running.blocks.pool.most_blocks
         if n == 0 or n >= o.max_model_len:
             return f"The prompt has {n} tokens; this server takes 1 to {o.max_model_len - 1}."
         if not o.enable_chunked_prefill and n > o.max_tokens:
@@ -124,6 +129,7 @@ class Scheduler:
             index = key % SEQUENCES_PER_REQUEST
             if request is not None and index < len(request.sequences):
                 self._end(request.sequences[index])
+        self._settle()
 
     def abort_all(self) -> None:
         for request in list(self.requests.values()):
@@ -160,10 +166,13 @@ class Scheduler:
     def schedule(self) -> BatchGroup | None:
         """The next step, or None if nothing can be scheduled before a step in flight has been processed."""
         now = time.monotonic()
+        self.running.blocks.pool.begin_step(self._next_step)
         plan = self._plan(now)
         while plan.empty and not self._in_flight and (plan.gave_way or self._preemption.relieve()):
             plan = self._plan(now)  # blocks were held by sequences that could not go on; one gave way
+        self._watch_stall(plan, now)
         if plan.empty:
+            self._settle()
             return None
         released, self.running.released = self.running.released, []
         batch = plan.build(self.running.table, released)
@@ -171,6 +180,25 @@ class Scheduler:
         self.running.any_in_flight = True
         self._next_step += 1
         return BatchGroup([batch], [self.running.table])
+
+    @property
+    def stalled(self) -> bool:
+        """Requests are open and none can go on: others use the memory that their KV blocks need."""
+        return self._stalled_since is not None
+
+    def _watch_stall(self, plan: StepPlan, now: float) -> None:
+        """Where memory does not come free for long, the first request in line ends with an error."""
+        if not self.running.blocks.pool.elastic or not plan.empty or self._in_flight or not self.requests:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > STALL_SECONDS:
+            self._stalled_since = now
+            running = self.running.sequences()
+            sequence = running[0] if running else self.waiting.peek(now)
+            if sequence is not None:
+                self._pending_finished.append(Finished(sequence.key, FINISH_ERROR, message=NO_MEMORY))
+                self._end(sequence)
 
     def _plan(self, now: float) -> StepPlan:
         o = self.options
@@ -217,12 +245,17 @@ class Scheduler:
         for sequence in self.running.finish_step(batch.step_id):
             if sequence.preempt_requested:
                 self._preemption.requeue(sequence)
+        self._settle()
         if self._latency is not None:
             self._latency.observe(features, result.seconds)
         self.drain_pending(outputs)
         self._update_stats(batch, result)
         outputs.stats = self.stats
         return outputs
+
+    def _settle(self) -> None:
+        """Blocks of steps that have ended may lose their memory."""
+        self.running.blocks.pool.settle(self.running.completed_step, bool(self._in_flight))
 
     def drain_pending(self, outputs: StepOutputs) -> None:
         """Add the ends that came from no step (refused requests) to `outputs`."""
@@ -248,6 +281,10 @@ class Scheduler:
         s.last_step_seconds = result.seconds
         s.prompt_tokens_total += s.last_step_tokens - batch.num_decodes
         s.graph_misses_total += result.graph_miss
+
+    def close(self) -> None:
+        """Nothing is scheduled any more."""
+        self.running.blocks.pool.close()
 
     def check_integrity(self) -> None:
         """Assert that rows, blocks, queues and requests agree; costs O(blocks)."""

@@ -60,4 +60,5 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     rendezvous: str
     world: list[Slot]
     own_rendezvous: str = ""
+    memory: str = ""  # endpoint to bind for calls about memory, where the KV cache is elastic
     ring: RingPlace | None = None  # shared memory that steps come through; None: they come by `steps`

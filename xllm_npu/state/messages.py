@@ -96,6 +96,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     weight_loads: list[WeightLoad] = msgspec.field(default_factory=list)  # one a rank
     steps_together: bool = False  # every step of one data-parallel rank needs a step of all others
     engines: int = 1  # data-parallel ranks; the other figures are of one of them, but for bytes and devices
+    elastic_kv_cache: bool = False  # kv_cache_bytes and num_kv_blocks are what memory could ever allow
     rotary_switch: int = 0  # a sequence longer than this is computed anew with other rotary frequencies; 0: none is
 
 

@@ -12,6 +12,7 @@ another row of the same step writes (prefix sharing inside a batch relies on thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ import torch
 from xllm_platform.base import GraphTasks
 
 from xllm_models.forward_input import AttentionMetadata
+
+# Memory for one cache: shape (blocks first) and dtype to a tensor. Not all of it need be backed: only the dummy, and
+# the blocks that a step names while it runs.
+NewCache = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +57,11 @@ class LayerAttention:
         return frozenset(name for name in used if used[name])
 
 
+def zeros(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A `NewCache` of the device's own memory, but for its first argument."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+
 class PagedBackend(ABC):
     spec: Any  # AttentionSpec or MlaSpec
     features: frozenset[str] = frozenset()  # which of LayerAttention's extras it can do: softcap, sinks
@@ -72,9 +82,17 @@ class PagedBackend(ABC):
     def kv_bytes_per_block(cls, spec: Any) -> int:
         """Bytes one block takes over all layers."""
 
+    @classmethod
     @abstractmethod
-    def allocate_kv_caches(self, num_blocks: int) -> None:
-        """Allocate and bind; block 0 is the dummy that padded rows write to. Memory is zeroed."""
+    def num_kv_caches(cls, spec: Any) -> int:
+        """Tensors that `allocate_kv_caches` makes, in all of which a block takes the same bytes."""
+
+    @abstractmethod
+    def allocate_kv_caches(self, num_blocks: int, new_cache: NewCache | None = None) -> None:
+        """Make (or have `new_cache` make) and bind the caches; block 0 is the dummy that padded rows write to.
+
+        What can be touched is finite: zeros, or what a block held before.
+        """
 
     def warmup(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Once after allocation: do what the first step would otherwise wait for."""
@@ -92,6 +110,10 @@ class AttentionBackend(PagedBackend):
     """Caches every key/value head's K and V."""
 
     spec: AttentionSpec
+
+    @classmethod
+    def num_kv_caches(cls, spec: AttentionSpec) -> int:
+        return 2 * spec.num_layers
 
     @abstractmethod
     def forward(

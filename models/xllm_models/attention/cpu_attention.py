@@ -9,12 +9,13 @@ A float16 cache is for models that compute in float32 (registry.build_model).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from xllm_models.attention import cpu_kernels, cpu_prefill
-from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention
+from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention, NewCache
 from xllm_models.forward_input import AttentionMetadata
 from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
@@ -34,6 +35,7 @@ class CpuAttention(AttentionBackend):
         self.spec = spec
         self.key_caches: list[torch.Tensor] = []  # [blocks, K, E, block_size] a layer
         self.value_caches: list[torch.Tensor] = []  # [blocks, K, block_size, E] a layer
+        self._warm_blocks = 0
         self._metadata: AttentionMetadata | None = None
         self._slots = self._table = self._lengths = torch.empty(0)
         self._tile = next((t for t in (128, 64, 32, 16) if spec.block_size % t == 0), spec.block_size)
@@ -44,17 +46,18 @@ class CpuAttention(AttentionBackend):
     def kv_bytes_per_block(cls, spec: AttentionSpec) -> int:
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
 
-    def allocate_kv_caches(self, num_blocks: int) -> None:
-        spec = self.spec
+    def allocate_kv_caches(self, num_blocks: int, new_cache: NewCache | None = None) -> None:
+        spec, make = self.spec, new_cache or untouched_zeros
+        self._warm_blocks = 0 if new_cache else _WARM_BLOCKS
         keys = (num_blocks, spec.num_kv_heads, spec.head_dim, spec.block_size)
         values = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        self.key_caches = [untouched_zeros(keys, spec.dtype) for _ in range(spec.num_layers)]
-        self.value_caches = [untouched_zeros(values, spec.dtype) for _ in range(spec.num_layers)]
+        self.key_caches = [make(keys, spec.dtype) for _ in range(spec.num_layers)]
+        self.value_caches = [make(values, spec.dtype) for _ in range(spec.num_layers)]
 
     def warmup(self) -> None:
         """Commit the memory of the first blocks, which the first requests would otherwise wait for."""
         for cache in (*self.key_caches, *self.value_caches):
-            cache[:_WARM_BLOCKS].zero_()
+            cache[: self._warm_blocks].zero_()
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
@@ -154,9 +157,9 @@ def _sinks(layer: LayerAttention) -> tuple[int, int]:
     return (0, 0) if layer.sinks is None else (layer.sinks.data_ptr(), layer.sinks.numel())
 
 
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose pages the system commits when they are first written; torch.zeros writes them all at once."""
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(tuple(shape))
 
 
 def _same_strides(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from xllm_models.attention import cpu_mla_kernels, cpu_prefill
-from xllm_models.attention.base import LayerAttention
+from xllm_models.attention.base import LayerAttention, NewCache
 from xllm_models.attention.cpu_attention import untouched_zeros
 from xllm_models.attention.mla_base import MlaBackend, MlaSpec
 from xllm_models.forward_input import AttentionMetadata
@@ -33,6 +33,7 @@ class CpuMla(MlaBackend):
             raise ValueError(f"the CPU attention stores float32, bfloat16 or float16, not {spec.dtype}")
         self.spec = spec
         self.caches = []
+        self._warm_blocks = 0
         self._metadata: AttentionMetadata | None = None
         self._slots = self._table = self._lengths = torch.empty(0)
         self._tile = next((t for t in (32, 16) if spec.block_size % t == 0), spec.block_size)
@@ -40,14 +41,16 @@ class CpuMla(MlaBackend):
         self._threads = 0
         self._parts = self._part_rows = torch.empty(0)
 
-    def allocate_kv_caches(self, num_blocks: int) -> None:
+    def allocate_kv_caches(self, num_blocks: int, new_cache: NewCache | None = None) -> None:
+        make = new_cache or untouched_zeros
+        self._warm_blocks = 0 if new_cache else _WARM_BLOCKS
         shape = (num_blocks, self.spec.block_size, self.spec.width)
-        self.caches = [untouched_zeros(shape, self.spec.dtype) for _ in range(self.spec.num_layers)]
+        self.caches = [make(shape, self.spec.dtype) for _ in range(self.spec.num_layers)]
 
     def warmup(self) -> None:
         """Commit the memory of the first blocks, which the first requests would otherwise wait for."""
         for cache in self.caches:
-            cache[:_WARM_BLOCKS].zero_()
+            cache[: self._warm_blocks].zero_()
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata

@@ -49,6 +49,10 @@ class MlaBackend(PagedBackend):
     def kv_bytes_per_block(cls, spec: MlaSpec) -> int:
         return spec.num_layers * spec.block_size * spec.width * spec.dtype.itemsize
 
+    @classmethod
+    def num_kv_caches(cls, spec: MlaSpec) -> int:
+        return spec.num_layers
+
     @abstractmethod
     def forward(
         self, layer: LayerAttention, query: torch.Tensor, latent: torch.Tensor, up: torch.Tensor

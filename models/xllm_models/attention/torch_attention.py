@@ -6,9 +6,11 @@ in float32 with an explicit mask. Slow and obviously right; other backends are c
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention
+from xllm_models.attention.base import AttentionBackend, AttentionSpec, LayerAttention, NewCache, zeros
 from xllm_models.forward_input import AttentionMetadata
 
 
@@ -26,11 +28,11 @@ class TorchAttention(AttentionBackend):
         values = 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim
         return values * spec.dtype.itemsize
 
-    def allocate_kv_caches(self, num_blocks: int) -> None:
+    def allocate_kv_caches(self, num_blocks: int, new_cache: NewCache | None = None) -> None:
         spec = self.spec
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self.key_caches, self.value_caches = (
-            [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)] for _ in "kv")
+        make = new_cache or partial(zeros, spec.device)
+        self.key_caches, self.value_caches = ([make(shape, spec.dtype) for _ in range(spec.num_layers)] for _ in "kv")
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata

@@ -6,9 +6,11 @@ attended in float32 with an explicit mask. Slow and obviously right; other backe
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from xllm_models.attention.base import LayerAttention
+from xllm_models.attention.base import LayerAttention, NewCache, zeros
 from xllm_models.attention.mla_base import MlaBackend, MlaSpec
 from xllm_models.attention.torch_attention import attend
 from xllm_models.forward_input import AttentionMetadata
@@ -22,10 +24,11 @@ class TorchMla(MlaBackend):
         self.caches = []
         self._metadata: AttentionMetadata | None = None
 
-    def allocate_kv_caches(self, num_blocks: int) -> None:
+    def allocate_kv_caches(self, num_blocks: int, new_cache: NewCache | None = None) -> None:
         spec = self.spec
         shape = (num_blocks, spec.block_size, spec.width)
-        self.caches = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
+        make = new_cache or partial(zeros, spec.device)
+        self.caches = [make(shape, spec.dtype) for _ in range(spec.num_layers)]
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata

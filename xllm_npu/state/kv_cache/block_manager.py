@@ -17,16 +17,20 @@ from xllm_npu.state.kv_cache.prefix_cache import PrefixCache
 
 class BlockManager:
     def __init__(
-        self, table: BatchTable, num_blocks: int, block_size: int, *, prefix_seed: int, enable_prefix_cache: bool
+        self, table: BatchTable, pool: BlockPool, block_size: int, *, prefix_seed: int, enable_prefix_cache: bool
     ) -> None:
         self.table = table
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = pool
         self.prefix = PrefixCache(self.pool, block_size, prefix_seed, enable_prefix_cache)
 
     @property
     def num_available(self) -> int:
         return self.pool.num_available
+
+    @property
+    def capacity(self) -> int:
+        return self.pool.capacity
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -65,8 +69,12 @@ class BlockManager:
         """Blocks the row lacks to hold `num_tokens` positions."""
         return max(0, self.blocks_for(num_tokens) - int(self.table.num_blocks[row]))
 
+    def make_room(self, count: int) -> int:
+        """How many of `count` blocks can certainly be had: `num_available` may promise more than memory holds."""
+        return self.pool.make_room(count)
+
     def grow(self, row: int, num_tokens: int) -> None:
-        """Give the row blocks for `num_tokens` positions; the caller checked `num_available`."""
+        """Give the row blocks for `num_tokens` positions; the caller made room."""
         table = self.table
         have = int(table.num_blocks[row])
         want = self.blocks_for(num_tokens)

@@ -22,6 +22,8 @@ class OutOfBlocks(RuntimeError):
 class BlockPool:
     """`num_blocks` counts the dummy, so num_blocks - 1 can be handed out."""
 
+    elastic = False  # whether what is available depends on others too, who use the same memory
+
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the dummy and one block"
         self.num_blocks = num_blocks
@@ -42,8 +44,35 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_available
 
     @property
+    def capacity(self) -> int:
+        """Blocks that there could be now, used ones included."""
+        return self.num_blocks - 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that there could ever be."""
+        return self.num_blocks - 1
+
+    @property
     def usage(self) -> float:
-        return self.num_used / (self.num_blocks - 1)
+        return self.num_used / max(1, self.capacity)
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._hash_of)
+
+    def make_room(self, count: int) -> int:
+        """How many of `count` blocks `allocate` will certainly give."""
+        return min(count, self.num_available)
+
+    def begin_step(self, step_id: int) -> None:
+        """Blocks that are released from now on may be used by steps up to this one."""
+
+    def settle(self, completed_step: int, in_flight: bool) -> None:
+        """Steps up to this one have ended, and all of them if none is in flight."""
+
+    def close(self) -> None:
+        """Nothing is allocated any more."""
 
     def allocate(self) -> int:
         """One block with a reference count of 1 and no hash."""

@@ -52,7 +52,7 @@ class PrefixCache:
         """Make a full block findable; `tokens` are its own block_size token ids."""
         if self.enabled and self.pool.index(block, digest):
             self._tokens[digest] = tokens.tobytes()
-            if len(self._tokens) > 2 * self.pool.num_blocks:  # evictions leave entries behind; sweep now and then
+            if len(self._tokens) > 2 * self.pool.num_indexed + 1024:  # evictions leave entries behind
                 self._tokens = {d: t for d, t in self._tokens.items() if self.pool.lookup(d) is not None}
 
     def reset(self) -> int:

@@ -1,0 +1,50 @@
+"""The settings of virtual memory: defaults, and what they require of each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from xllm_npu.config.errors import SettingsError
+from xllm_npu.config.load import load_settings, settings_from_kwargs
+
+
+def problems(**values) -> str:
+    with pytest.raises(SettingsError) as caught:
+        settings_from_kwargs(model="m", **values)
+    return str(caught.value)
+
+
+def test_rule_2_both_flags_are_off_unless_set():
+    kv = settings_from_kwargs(model="m").kv_cache
+    assert (kv.enable_vmm_kvcache, kv.vmm_elastic, kv.vmm_memory_reserve_bytes) == (False, False, 0)
+    kv = settings_from_kwargs(model="m", enable_vmm_kvcache=True).kv_cache
+    assert (kv.enable_vmm_kvcache, kv.vmm_elastic) == (True, False)
+    assert settings_from_kwargs(model="m", enable_vmm_weights=False)  # a launch file may spell the default out
+    assert "is not available in this version" in problems(enable_vmm_weights=True)
+
+
+def test_rule_14_flags_override_json(tmp_path):
+    file = tmp_path / "server.json"
+    file.write_text(json.dumps({"enable_vmm_kvcache": True, "vmm_elastic": True, "vmm_memory_reserve_bytes": "1GiB"}))
+    kv = load_settings(["m", "--config-json-file", str(file), "--vmm-memory-reserve-bytes", "2GiB"]).kv_cache
+    assert (kv.vmm_elastic, kv.vmm_memory_reserve_bytes) == (True, 2 * 2**30)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"vmm_elastic": True}, "no meaning without --enable-vmm-kvcache"),
+    ({"enable_vmm_kvcache": True, "vmm_memory_reserve_bytes": 4096}, "no meaning without --vmm-elastic"),
+    ({"max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),
+    ({"enable_vmm_kvcache": True, "max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),
+    ({"enable_vmm_kvcache": True, "nnodes": 2, "tp_size": 2}, "is for one machine in this version"),
+    ({"enable_vmm_kvcache": True, "phy_page_granularity_size": 16}, "is out of range"),
+])
+def test_rules_between_settings(values, words):
+    assert words in problems(**values)
+
+
+def test_rule_26_a_ratio_of_0_is_no_ceiling_for_an_elastic_cache():
+    kv = settings_from_kwargs(
+        model="m", enable_vmm_kvcache=True, vmm_elastic=True, max_memory_utilization=0).kv_cache
+    assert kv.max_memory_utilization == 0

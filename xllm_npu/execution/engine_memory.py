@@ -1,0 +1,38 @@
+"""The memory behind an engine's elastic KV cache: the coordinator over all of its ranks, connected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xllm_npu.execution.worker_group import WorkerGroup
+from xllm_npu.execution.worker_messages import WorkerReady
+from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.worker_memory import LocalWorkerMemory
+from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
+
+
+class EngineMemory(DistributedVirtualMemoryCoordinator):
+    """Rank 0's resources are here; the other ranks said at which endpoints theirs take calls."""
+
+    def __init__(self, first: WorkerMemoryResources, others: Sequence[WorkerMemoryRpcClient]) -> None:
+        self._clients = others
+        super().__init__([LocalWorkerMemory(first), *others], first.layout)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+def connect_memory(
+    first: WorkerMemoryResources | None, others: Sequence[WorkerReady], group: WorkerGroup | None
+) -> EngineMemory | None:
+    """None where the KV cache is not elastic. Raises what a rank answers that cannot be reached."""
+    if first is None or not first.elastic:
+        return None
+
+    def check() -> None:
+        if group is not None and group.failure is not None:
+            raise group.failure
+
+    return EngineMemory(first, [WorkerMemoryRpcClient(ready.memory, ready.rank, check) for ready in others])

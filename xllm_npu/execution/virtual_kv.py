@@ -1,0 +1,105 @@
+"""The KV cache in virtual memory, between settings and a loaded worker: its layout, its growth rule, its resources.
+
+A fixed arena has the capacity of the physical cache, resident from the start. An elastic one reserves addresses for
+all memory that its ceilings allow, and takes physical pages when blocks are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from xllm_models.attention.base import PagedBackend
+from xllm_platform.base import Platform, VirtualMemoryDriver
+
+from xllm_npu.config.kv_cache import KvCacheSettings
+from xllm_npu.execution.model_loader import LoadError
+from xllm_npu.memory.growth import GrowthLimits, GrowthRule
+from xllm_npu.memory.kv_capacity import CacheTooSmall
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.kv_cache.page_layout import PageLayout, page_layout
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class VirtualKV:
+    """What a worker needs for its KV cache to be in virtual memory."""
+
+    driver: VirtualMemoryDriver
+    layout: PageLayout
+    growth: GrowthRule | None  # None: fixed
+    synchronize: Callable[[], None]
+    select_device: Callable[[], None]
+
+    @property
+    def num_blocks(self) -> int:
+        """Block ids, the dummy included."""
+        return self.layout.num_block_ids
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that sequences could have by what is free now, the dummy included."""
+        if self.growth is None:
+            return self.num_blocks
+        pages = self.growth.growable_bytes(0) // self.layout.total_page_bytes
+        return max(0, min(pages, self.layout.num_pages)) * self.layout.blocks_per_page
+
+    def with_pages(self, num_pages: int) -> VirtualKV:
+        """Of so many pages: what the rank with the least memory has."""
+        return replace(self, layout=msgspec.structs.replace(self.layout, num_pages=num_pages))
+
+    def resources(self) -> WorkerMemoryResources:
+        return WorkerMemoryResources(self.driver, self.layout, self.growth, self.synchronize, self.select_device)
+
+
+def open_driver(settings: KvCacheSettings, platform: Platform) -> VirtualMemoryDriver:
+    """Raises LoadError where the platform has no virtual memory, or none of such pages."""
+    if not platform.capabilities.virtual_memory:
+        raise LoadError(f"Platform {platform.name} has no virtual memory here: leave --enable-vmm-kvcache out.")
+    driver, size = platform.virtual_memory(), settings.phy_page_granularity_size
+    if size % driver.granularity:
+        raise LoadError(f"phy_page_granularity_size is {size}, and pages of platform {platform.name} are multiples of "
+                        f"{driver.granularity} bytes: set it to one.")
+    return driver
+
+
+def plan_virtual_kv(
+    settings: KvCacheSettings, platform: Platform, backend: type[PagedBackend], spec: Any, *, sharers: int,
+    blocks: int, most_blocks: int, workspace_bytes: int,
+) -> VirtualKV:
+    """`blocks`: of the physical cache, for a fixed arena; `most_blocks`: that all sequences together could use.
+
+    `sharers` ranks take from the same memory; `workspace_bytes` of it are left to steps larger than any seen.
+    """
+    driver = open_driver(settings, platform)
+    regions = backend.num_kv_caches(spec)
+    block_bytes = backend.kv_bytes_per_block(spec) // regions
+    growth = None
+    if settings.vmm_elastic:
+        growth = growth_rule(settings, platform, sharers, workspace_bytes)
+        budget = growth.limits.reservation_bytes
+    else:
+        budget, most_blocks = blocks * block_bytes * regions, blocks
+    layout = page_layout(page_bytes=settings.phy_page_granularity_size, granularity=driver.granularity,
+                         block_bytes=block_bytes, num_regions=regions, budget=budget, most_blocks=most_blocks)
+    planned = VirtualKV(driver=driver, layout=layout, growth=growth, synchronize=platform.synchronize,
+                        select_device=lambda: platform.set_device(platform.device().index or 0))
+    least = 2 if growth is not None else 1
+    if layout.num_pages < least or planned.num_blocks < 2:
+        raise CacheTooSmall(
+            f"A page of the KV cache takes {layout.total_page_bytes:,} bytes over all layers, and {budget:,} are "
+            "allowed: raise max_cache_size or max_memory_utilization, or lower block_size or "
+            "phy_page_granularity_size.")
+    return planned
+
+
+def growth_rule(settings: KvCacheSettings, platform: Platform, sharers: int, workspace_bytes: int) -> GrowthRule:
+    """The ratio counts where it was set; else memory that is free is what limits growth."""
+    explicit = "max_memory_utilization" in settings.model_fields_set
+    limits = GrowthLimits(
+        total_bytes=platform.memory_info().total // sharers,
+        ratio=settings.max_memory_utilization if explicit else 0.0, max_bytes=settings.max_cache_size,
+        reserve_bytes=settings.vmm_memory_reserve_bytes + workspace_bytes,
+    )
+    return GrowthRule(limits, platform.memory_info, platform.allocator_stats, sharers)

@@ -1,0 +1,95 @@
+"""Physical pages by stable ids: `num_pages` slots, each backed by a handle of the driver or not.
+
+Elastic pools create a handle when a slot is taken and release it when the slot comes back; fixed ones create all at
+once and keep them. A slot is active once growth has reached it; ids never change and pages never move. Knows handles
+and bytes; no addresses, no budget, no KV cache, no weights.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from xllm_platform.base import OutOfMemoryError, VirtualMemoryDriver
+
+from xllm_npu.memory.ownership import undoing
+
+
+class PhysicalPagePool:
+    def __init__(self, driver: VirtualMemoryDriver, page_bytes: int, num_pages: int, *, elastic: bool) -> None:
+        """Raises OutOfMemoryError if a fixed pool does not fit; nothing is kept then."""
+        assert page_bytes % driver.granularity == 0
+        self.driver = driver
+        self.page_bytes, self.num_pages, self.elastic = page_bytes, num_pages, elastic
+        self._handles: dict[int, int] = {}  # id -> handle of those that are resident
+        self._free = list(range(num_pages))  # a heap of ids that nobody has: low ones first
+        self._taken: set[int] = set()
+        if not elastic:
+            self._create(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
+
+    @property
+    def resident_bytes(self) -> int:
+        return len(self._handles) * self.page_bytes
+
+    @property
+    def fully_resident(self) -> bool:
+        return len(self._handles) == self.num_pages
+
+    def handle(self, page: int) -> int:
+        return self._handles[page]
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, all or none. Raises OutOfMemoryError, what else the driver raises, MemoryOwnershipLost."""
+        if count > len(self._free):
+            raise OutOfMemoryError(f"{count} physical pages are wanted and {len(self._free)} of {self.num_pages} left.")
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        if self.elastic:
+            try:
+                self._create(pages)
+            except BaseException:
+                for page in pages:
+                    heapq.heappush(self._free, page)
+                raise
+        self._taken.update(pages)
+        return pages
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Pages that are mapped nowhere."""
+        for page in pages:
+            assert page in self._taken, f"page {page} was not taken"
+            if self.elastic:
+                self.driver.release_page(self._handles[page])
+                del self._handles[page]
+            self._taken.remove(page)
+            heapq.heappush(self._free, page)
+
+    def close(self) -> None:
+        """Release what is resident; everything has come back."""
+        assert not self._taken, f"{len(self._taken)} pages are in use"
+        for page in sorted(self._handles):
+            self.driver.release_page(self._handles[page])
+            del self._handles[page]
+
+    def _create(self, pages: Sequence[int]) -> None:
+        done: list[int] = []
+        try:
+            for page in pages:
+                self._handles[page] = self.driver.create_page(self.page_bytes)
+                done.append(page)
+        except BaseException:
+            with undoing("A page's creation"):
+                for page in done:
+                    self.driver.release_page(self._handles.pop(page))
+            raise
+
+    def check_integrity(self) -> None:
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        assert not self._taken & set(self._free), "a page is free and taken"
+        assert len(self._taken) + len(self._free) == self.num_pages, "pages are lost"
+        resident = self._taken if self.elastic else set(range(self.num_pages))
+        assert self._handles.keys() == resident, "other pages are resident than should be"
+        assert len(set(self._handles.values())) == len(self._handles), "two pages share a handle"
