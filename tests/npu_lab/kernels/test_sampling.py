@@ -20,6 +20,11 @@ FILTERS = [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 
 ROUNDING = 2e-6  # of the mass, where float32 sums it
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(1)
+
+
 def columns(filters: list[tuple[float, int, float, float]]) -> list[torch.Tensor]:
     """temperature, top_k, top_p, min_p"""
     kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
@@ -122,7 +127,6 @@ def test_noise_draws_by_probability(device: torch.device) -> None:
     weights = torch.tensor([0.6, 0.3, 0.1])
     draws = 2000
     values = [one.to(device) for one in columns([(1.0, 0, 1.0, 0.0)] * draws)]
-    torch.manual_seed(1)
     tokens = sample(weights.log().expand(draws, -1).contiguous().to(device), *values, gumbel((draws, 3)).to(device))[0]
     shares = torch.bincount(tokens.cpu(), minlength=3) / draws
     torch.testing.assert_close(shares, weights, atol=0.04, rtol=0)
