@@ -5,6 +5,7 @@ and how it says what went wrong.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 
@@ -28,6 +29,16 @@ def follow_parent(last: Callable[[], None] = lambda: None) -> None:
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=follow, name="parent", daemon=True).start()
+
+
+def remove_directory(path: str) -> None:
+    """With all that is in it, while other threads may still be making sockets there: they find it gone."""
+    gone = f"{path}-gone"
+    try:
+        os.rename(path, gone)
+    except OSError:  # somebody else removes it, or it was never made
+        return
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def describe(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
 import time
 import traceback
@@ -19,7 +18,7 @@ import msgspec
 import zmq
 
 from xllm_npu.config.settings import Settings
-from xllm_npu.execution.child import describe, explains, follow_parent, read_line
+from xllm_npu.execution.child import describe, explains, follow_parent, read_line, remove_directory
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
@@ -156,8 +155,8 @@ def main() -> int:
     if not line.endswith(b"\n"):  # the parent died before it had said everything, and so before it made anything
         return EXIT_FAILED
     init = msgspec.json.decode(line, type=EngineInit)
-    follow_parent(lambda: shutil.rmtree(init.directory, ignore_errors=True))
     os.makedirs(init.directory, mode=0o700, exist_ok=True)  # the parent may be slower, or on another machine
+    follow_parent(lambda: remove_directory(init.directory))  # not sooner: it would be made again behind its back
     settings = Settings.model_validate_json(init.settings)
     setup_logging(settings.service.log_level)
     channel = Channel(init.requests, init.outputs)
@@ -169,7 +168,7 @@ def main() -> int:
 
         loop = EngineLoop.create(settings, ThrottledProgress(channel), init)
         if init.node:  # its sockets are connected; an agent that is killed together with this process leaves nothing
-            shutil.rmtree(init.directory, ignore_errors=True)
+            remove_directory(init.directory)
         freeze_start_up()
         channel.send(loop.ready)
         EngineServer(channel, loop).run()
