@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.support.server import ServerProcess, poll
@@ -45,6 +46,12 @@ def test_whole_reply(server):
     connection.request("GET", "/health")  # the connection is kept
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_the_http_process_has_no_torch(server):
+    """Every megabyte and second of it would be the model's, or the user's who waits for the start."""
+    assert not [m.path for m in psutil.Process(server.pid).memory_maps() if "libtorch" in m.path]
+    assert [m.path for m in psutil.Process(server.engine_pid).memory_maps() if "libtorch" in m.path]
 
 
 def test_stream_is_chunks_of_events(server):

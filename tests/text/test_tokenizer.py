@@ -1,6 +1,8 @@
 """Loading, encoding, single tokens."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -114,3 +116,20 @@ def test_code_in_the_directory_is_not_run(directories, tmp_path, write_tokenizer
     (path / "config.json").write_text(json.dumps({"model_type": "evil"}))
     (path / "evil.py").write_text("raise SystemExit('code of a model ran')\n")
     assert Tokenizer(path).encode("hello")
+
+
+def test_without_torch(directories):
+    """A process that spares torch tokenizes the same, and has not imported it."""
+    code = """
+import json, sys
+from pathlib import Path
+from xllm_npu.text.tokenizer import Tokenizer, spare_torch
+spare_torch()
+ids = [Tokenizer(Path(p)).encode("Hello, wörld 123") for p in sys.argv[1:]]
+print(json.dumps([ids, "torch" in sys.modules]))
+"""
+    paths = [str(path) for path in directories.values()]
+    run = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120, check=True)
+    ids, torch_imported = json.loads(run.stdout.splitlines()[-1])
+    assert ids == [Tokenizer(path).encode("Hello, wörld 123") for path in directories.values()]
+    assert not torch_imported

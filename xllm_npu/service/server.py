@@ -28,6 +28,7 @@ from xllm_npu.service.errors import unavailable
 from xllm_npu.service.http_protocol import HttpProtocol
 from xllm_npu.service.listener import ListenError, check_tls, listen, remove_unix_socket, url_of
 from xllm_npu.service.startup_screen import StartupScreen
+from xllm_npu.text.tokenizer import spare_torch
 
 if TYPE_CHECKING:
     from xllm_npu.config.service import ServiceSettings
@@ -50,6 +51,7 @@ def run_server(settings: Settings) -> int:
         return _fail(str(exc))
     try:
         check_tls(settings.service)
+        spare_torch()
         return serve(LLMMaster(settings), settings, sock)
     except ListenError as exc:
         return _fail(str(exc))
