@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,6 +21,7 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "xllm_npu:"
 ENGINE_LABELS = ("model_name", "engine")
+PAGE_STATES = ("mapped", "reserved", "free", "pinned")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Bucket bounds: 1, 2, 5 times powers of ten for counts; spacings that resolve an SLO for seconds.
@@ -102,6 +104,7 @@ class Metrics:
         self._model_name = model_name
         self._cache_configs: list[dict[str, str]] = [{}]  # by engine
         self._engines: list[Mapping[str, float]] = [{}]
+        self._pages: list[Mapping[str, Any] | None] = [None]
         self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = {}
@@ -117,9 +120,14 @@ class Metrics:
         self._model_name = model_name
         self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
         self._engines = [{} for _ in cache_configs]
+        self._pages = [None for _ in cache_configs]
 
-    def set_engine(self, engine: int, **stats: float) -> None:
-        """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step."""
+    def set_engine(self, engine: int, pages: Mapping[str, Any] | None = None, **stats: float) -> None:
+        """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step.
+
+        `pages`: of an elastic KV cache, by the field names of PageStats.
+        """
+        self._pages[engine] = pages
         before = self._engines[engine]
         if stats.get("steps_total", -1) != before.get("steps_total") and stats.get("last_step_tokens"):
             self._observe_step(stats["last_step_tokens"])
@@ -162,6 +170,7 @@ class Metrics:
         """The engines are started again: what they counted begins anew."""
         self._restarts += 1
         self._engines = [{} for _ in self._engines]
+        self._pages = [None for _ in self._engines]
 
     def on_rejected(self, reason: str) -> None:
         """A request was turned away at the door."""
@@ -179,6 +188,8 @@ class Metrics:
             yield self._by_engine(GaugeMetricFamily, name, text, key)
         for name, text, key in ENGINE_COUNTERS:
             yield self._by_engine(CounterMetricFamily, name, text, key)
+        if any(pages is not None for pages in self._pages):
+            yield from self._page_families()
         yield self._by_label("request_success", "Requests finished, by reason.", "finished_reason",
                              self._finished)
         yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
@@ -197,6 +208,24 @@ class Metrics:
         for engine, config in enumerate(self._cache_configs):
             info.add_metric([self._model_name, str(engine), *config.values()], 1)
         yield info
+
+    def _page_families(self) -> Iterator[Metric]:
+        """Of elastic KV caches only."""
+        labels = (*ENGINE_LABELS, "state")
+        gauge = GaugeMetricFamily(PREFIX + "kv_cache_pages", "Virtual pages of the KV cache, by state.", labels=labels)
+        refused = CounterMetricFamily(PREFIX + "kv_cache_growth_refusals",
+                                      "Times the KV cache could not grow, by reason.",
+                                      labels=(*ENGINE_LABELS, "reason"))
+        for engine, pages in enumerate(self._pages):
+            names = [self._model_name, str(engine)]
+            if pages is None:
+                continue
+            for state in PAGE_STATES:
+                gauge.add_metric([*names, state], pages[state])
+            for reason, count in pages["refusals"].items():
+                refused.add_metric([*names, reason], count)
+        yield gauge
+        yield refused
 
     def _by_engine(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, key: str

@@ -115,3 +115,28 @@ def test_the_file_does_not_grow_while_pages_come_and_go() -> None:
         for page in pages:
             driver.release_page(page)
     assert os.fstat(driver._file).st_size == 3 * MIB
+
+
+def test_what_is_unmapped_cannot_be_touched() -> None:
+    driver = MemfdVirtualMemory(lambda: 2**40)
+    size = driver.granularity
+    start, page = driver.reserve(2 * size), driver.create_page(size)
+    assert access_at(start) == "---p"
+    driver.map(start, page)
+    assert (access_at(start), access_at(start + size)) == ("rw-s", "---p")
+    driver.unmap(start)
+    assert access_at(start) == "---p"
+    driver.release_page(page)
+    driver.free_range(start)
+    assert access_at(start) != "---p"
+
+
+def access_at(address: int) -> str:
+    """What the process may do with the page at an address, as /proc/self/maps says it."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            where, access, *_ = line.split()
+            begin, end = (int(part, 16) for part in where.split("-"))
+            if begin <= address < end:
+                return access
+    return ""

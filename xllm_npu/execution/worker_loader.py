@@ -137,7 +137,8 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     progress(EngineProgress("Warming up", 1, 1))
     cache = plan.blocks, plan.blocks * backend.kv_bytes_per_block(spec)
     ready = _describe(start, model, shape, weights, cache, sizes)
-    ready.elastic_kv_cache = memory is not None and memory.elastic
+    if memory is not None and memory.elastic:
+        ready.elastic_kv_cache, ready.num_kv_blocks = True, memory.layout.num_whole_blocks - 1
     return LoadedWorker(worker, ready, start.resolved.tokenizer_dir, memory)
 
 

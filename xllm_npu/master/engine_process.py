@@ -78,7 +78,7 @@ class EngineServer:
         assert isinstance(loop, EngineLoop)
         self._channel, self._loop = channel, loop
         self._checked_at = 0.0
-        self._told = (0, 0)  # running and waiting, as the parent knows them
+        self._told = self._gauges()  # running, waiting and pages mapped, as the parent knows them
 
     def run(self) -> None:
         idle = True
@@ -89,6 +89,8 @@ class EngineServer:
             elif not idle:
                 idle = True
                 self._became_idle()
+            elif self._told != self._gauges():  # pages that nobody uses have been unmapped
+                self._tell_gauges()
         self._loop.close()
 
     def _take_messages(self, wait: bool) -> bool:
@@ -106,21 +108,20 @@ class EngineServer:
         if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
             self._channel.send(outputs)
             if outputs.stats is not None:
-                self._told = outputs.stats.running, outputs.stats.waiting
+                self._told = _told(outputs.stats)
         elif self._told != self._gauges():
             self._tell_gauges()
 
-    def _gauges(self) -> tuple[int, int]:
+    def _gauges(self) -> tuple[int, int, int]:
         scheduler = self._loop.scheduler
-        return scheduler.running.num_running, len(scheduler.waiting)
+        pages = scheduler.running.blocks.pool.page_stats()
+        return scheduler.running.num_running, len(scheduler.waiting), 0 if pages is None else pages.mapped
 
     def _tell_gauges(self) -> None:
         scheduler = self._loop.scheduler
-        stats: EngineStats = scheduler.stats
-        stats.running, stats.waiting = self._told = self._gauges()
-        blocks = scheduler.running.blocks
-        stats.kv_usage, stats.free_blocks = blocks.pool.usage, blocks.num_available
-        self._channel.send(StepOutputs(stats=stats))
+        scheduler.update_gauges()
+        self._told = _told(scheduler.stats)
+        self._channel.send(StepOutputs(stats=scheduler.stats))
 
     def _became_idle(self) -> None:
         scheduler = self._loop.scheduler
@@ -132,6 +133,10 @@ class EngineServer:
                 scheduler.check_integrity()
             except AssertionError as error:
                 log.error("the scheduler's books do not agree, please report this: %s", error)
+
+
+def _told(stats: EngineStats) -> tuple[int, int, int]:
+    return stats.running, stats.waiting, 0 if stats.pages is None else stats.pages.mapped
 
 
 class ThrottledProgress:

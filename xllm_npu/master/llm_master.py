@@ -216,7 +216,10 @@ class LLMMaster:
         assert self._dispatcher is not None, "outputs before any request"
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
-            self.metrics.set_engine(rank, **msgspec.structs.asdict(outputs.stats))
+            figures = msgspec.structs.asdict(outputs.stats)
+            if outputs.stats.pages is not None:
+                figures["pages"] = msgspec.structs.asdict(outputs.stats.pages)
+            self.metrics.set_engine(rank, **figures)
 
     async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
         ready, group = as_one(engines), self._engines

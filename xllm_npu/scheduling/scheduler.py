@@ -271,10 +271,15 @@ class Scheduler:
         self.drain_pending(outputs)
         return outputs
 
+    def update_gauges(self) -> None:
+        """What `stats` says of this moment."""
+        s, pool = self.stats, self.running.blocks.pool
+        s.running, s.waiting = self.running.num_running, len(self.waiting)
+        s.kv_usage, s.free_blocks, s.pages = pool.usage, pool.num_available, pool.page_stats()
+
     def _update_stats(self, batch: Batch, result: StepResult) -> None:
         s, prefix = self.stats, self.running.blocks.prefix.stats
-        s.running, s.waiting = self.running.num_running, len(self.waiting)
-        s.kv_usage, s.free_blocks = self.running.blocks.pool.usage, self.running.blocks.num_available
+        self.update_gauges()
         s.prefix_queries_total, s.prefix_hits_total = prefix.queries, prefix.hits
         s.steps_total += 1
         s.last_step_tokens = batch.num_tokens

@@ -80,6 +80,7 @@ class StartupScreen:
 def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tuple[str, str]]:
     tokens = info.num_kv_blocks * info.block_size
     sizes = info.graph_sizes
+    up_to = "as needed, up to " if info.elastic_kv_cache else ""
     each = " in each engine" if info.engines > 1 else ""
     weights = byte_text(info.weight_bytes) + (", dummy weights" if info.load_format == "dummy" else "")
     return [
@@ -90,7 +91,7 @@ def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tup
         *((("Engines", f"{info.engines}, {'stepping together' if info.steps_together else 'independent'}"),)
           if each else ()),
         ("Context", f"{info.max_model_len:,} tokens"),
-        ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size}{each}: {tokens:,} tokens, "
+        ("KV cache", f"{up_to}{info.num_kv_blocks:,} blocks of {info.block_size}{each}: {tokens:,} tokens, "
                      f"{byte_text(info.kv_cache_bytes)}{' in all' if each else ''}"),
         ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step{each}"),
         ("Graphs", ", ".join(map(str, sizes)) if sizes else "off"),

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xllm_npu.state.kv_cache.page_allocator import PageStats
 from xllm_npu.state.sampling_params import SamplingParams
 
 SEQUENCES_PER_REQUEST = 256
@@ -158,6 +159,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0
     graph_misses_total: int = 0  # decode batches above the largest captured size
+    pages: PageStats | None = None  # of an elastic KV cache
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):

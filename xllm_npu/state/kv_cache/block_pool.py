@@ -12,6 +12,8 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
+from xllm_npu.state.kv_cache.page_allocator import PageStats
+
 DUMMY_BLOCK = 0
 
 
@@ -70,6 +72,10 @@ class BlockPool:
 
     def settle(self, completed_step: int, in_flight: bool) -> None:
         """Steps up to this one have ended, and all of them if none is in flight."""
+
+    def page_stats(self) -> PageStats | None:
+        """Of the pages that blocks lie in, where those come and go."""
+        return None
 
     def close(self) -> None:
         """Nothing is allocated any more."""

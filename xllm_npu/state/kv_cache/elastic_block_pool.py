@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xllm_npu.state.kv_cache.block_pool import DUMMY_BLOCK, BlockPool, OutOfBlocks
-from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE, PageAllocator, PageGrowthRefused
+from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE, PageAllocator, PageGrowthRefused, PageStats
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class ElasticBlockPool(BlockPool):
         self._held[PINNED_PAGE].live = 1
         del self._idle[PINNED_PAGE]
         self._num_empty -= 1
-        self.most_usable = sum(len(self.layout.blocks_of(page)) for page in range(self.layout.num_pages)) - 1
+        self._most_blocks = self.layout.num_whole_blocks - 1
 
     def _hold(self, page: int) -> None:
         blocks = self.layout.blocks_of(page)
@@ -78,7 +78,7 @@ class ElasticBlockPool(BlockPool):
 
     @property
     def most_blocks(self) -> int:
-        return self.most_usable
+        return self._most_blocks
 
     def make_room(self, count: int) -> int:
         while self._num_ready < count:
@@ -176,6 +176,9 @@ class ElasticBlockPool(BlockPool):
             self.pages.give(gone)
             self._open = [page for page in self._held if self._held[page].empty]
             heapq.heapify(self._open)
+
+    def page_stats(self) -> PageStats | None:
+        return self.pages.stats()
 
     def close(self) -> None:
         self.pages.close()

@@ -12,8 +12,9 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from xllm_npu.state.kv_cache.page_layout import PageLayout
 
@@ -48,15 +49,14 @@ class KVCachePageBackend(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class PageStats:
+class PageStats(msgspec.Struct, array_like=True):
     """Gauges of this moment, in virtual pages, and refusals since start by reason."""
 
     mapped: int = 0
-    reserved: int = 0
+    reserved: int = 0  # of those: nobody uses them
     free: int = 0
-    pinned: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
+    pinned: int = 0  # of those that are mapped: they stay for good
+    refusals: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class PageAllocator:

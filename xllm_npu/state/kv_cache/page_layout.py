@@ -26,6 +26,11 @@ class PageLayout(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
         return self.num_pages * self.page_bytes // self.block_bytes
 
     @property
+    def num_whole_blocks(self) -> int:
+        """Blocks that lie in one page, the dummy included."""
+        return sum(len(self.blocks_of(page)) for page in range(self.num_pages))
+
+    @property
     def region_bytes(self) -> int:
         return self.num_pages * self.page_bytes
 
