@@ -18,7 +18,7 @@ from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
              "docs/requests.md", "docs/models.md", "docs/parallelism.md", "docs/gpu.md", "docs/install-npu.md",
-             "docs/kernels.md")
+             "docs/kernels.md", "docs/memory.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags that are pip's, docker's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--no-deps", "--force-reinstall", "--yes", "--json", "--help", "--flag",
@@ -42,6 +42,15 @@ def test_paths_exist(name: str) -> None:
 
 def test_one_request_passes_through_many_files() -> None:
     assert len(set(re.findall(r"`[\w/]+\.py`", _text("docs/architecture.md")))) > 25
+
+
+def test_every_rule_of_memory_is_accounted_for_once() -> None:
+    rows = re.findall(r"^\| (\d[\d, to]*) \|", _text("docs/memory.md"), re.MULTILINE)
+    numbers: list[int] = []
+    for part in ", ".join(rows).split(", "):
+        first, _, last = part.partition(" to ")
+        numbers += range(int(first), int(last or first) + 1)
+    assert sorted(numbers) == list(range(1, 69))
 
 
 def test_python_names_exist() -> None:

@@ -12,7 +12,9 @@ from xllm_platform.base import Capabilities
 from xllm_platform.cpu.device import CpuPlatform
 
 from tests.support.engine import run_engine
+from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.model_loader import LoadError
+from xllm_npu.master.engine_loop import EngineLoop
 from xllm_npu.memory.kv_capacity import CacheTooSmall
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE, PageAllocator
@@ -70,7 +72,7 @@ def test_tokens_when_memory_is_short(tiny_dir, physical):
     assert loop.scheduler.stats.preemptions_total > 0
 
 
-def test_rule_5_and_1_without_the_flag_nothing_is_virtual(tiny_dir, monkeypatch):
+def test_rule_1_without_the_flag_nothing_is_virtual(tiny_dir, monkeypatch):
     monkeypatch.setattr(CpuPlatform, "virtual_memory", lambda self: pytest.fail("a driver was made"))
     run_engine(tiny_dir, [[40, 41]], 2, **SMALL)
 
@@ -83,7 +85,7 @@ def test_every_attention_backend_of_the_cpu(tiny_dir, backend):
         assert run_engine(tiny_dir, asked, 60, **SMALL, **kind, attention_backend=backend)[0] == expected
 
 
-def test_rule_21_a_fixed_arena_is_resident_from_the_start_and_does_not_change(tiny_dir, monkeypatch):
+def test_rules_21_and_30_a_fixed_arena_has_the_physical_capacity_resident_from_the_start(tiny_dir, monkeypatch):
     made: list[WorkerMemoryResources] = []
     init = WorkerMemoryResources.__init__
 
@@ -97,7 +99,7 @@ def test_rule_21_a_fixed_arena_is_resident_from_the_start_and_does_not_change(ti
     _, loop = run_engine(tiny_dir, prompts(4, 100), 40, **SMALL, **VMM)
     assert len(made) == 1
     assert not loop.ready.elastic_kv_cache
-    # Rule 30: the capacity is that of the physical cache, but for what is no whole page.
+    # But for what is no whole page.
     _, other = run_engine(tiny_dir, [[40]], 2, **SMALL)
     assert 0.9 * other.ready.num_kv_blocks < loop.ready.num_kv_blocks <= other.ready.num_kv_blocks
 
@@ -112,7 +114,16 @@ def test_nothing_is_left_of_an_engine_that_was_closed(tiny_dir):
     assert psutil.Process().memory_info().shared - shared < 2**20
 
 
-def test_rule_17_and_18_pages_are_there_for_live_blocks_only(tiny_dir, monkeypatch):
+def test_rules_16_and_31_warm_up_takes_no_memory_beyond_the_pinned_page(tiny_dir):
+    loop = EngineLoop.create(settings_from_kwargs(
+        model=str(tiny_dir), dtype="float32", block_size=16, num_threads=1, max_cache_size="24MiB", **SMALL, **ELASTIC))
+    stats = loop.scheduler.running.blocks.pool.page_stats()
+    assert (stats.mapped, stats.pinned) == (1, 1)
+    assert stats.free > 100
+    loop.close()
+
+
+def test_rules_17_and_18_pages_are_there_for_live_blocks_only(tiny_dir, monkeypatch):
     """After the last request the pinned page is all that is left."""
     seen: list[tuple[int, set[int]]] = []
     close = PageAllocator.close

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -155,6 +157,26 @@ def test_rules_24_and_29_growth_goes_beyond_what_was_free_at_the_start():
     workers.coordinator.map(offsets(3))
     workers.check(4)
     assert workers.coordinator.budget.active > 3 * LAYOUT.num_regions
+
+
+def test_capacity_is_told_while_pages_are_being_mapped():
+    workers = Workers()
+    mapping, go_on = threading.Event(), threading.Event()
+
+    def hold(call: str) -> None:
+        if call == "map":
+            mapping.set()
+            assert go_on.wait(20)
+
+    workers.drivers[1].fault = hold
+    mapper = threading.Thread(target=workers.coordinator.map, args=(offsets(1),))
+    mapper.start()
+    assert mapping.wait(20)
+    workers.now = 10.0
+    assert workers.coordinator.growable_pages() > 0
+    go_on.set()
+    mapper.join(20)
+    workers.check(2)
 
 
 def test_an_abort_of_what_was_never_heard_of_is_nothing():

@@ -111,10 +111,3 @@ def test_a_process_that_was_killed_is_noticed_while_waiting(tmp_path):
     with pytest.raises(WorkerMemoryUnreachable, match="takes no call"):
         client.start(MemoryCall(verb="abort", transaction=1))
     client.close()
-
-
-def test_rule_59_the_service_needs_no_coordinator():
-    import xllm_npu.memory.worker_memory_rpc as module
-
-    assert "coordinator" not in {name.rpartition(".")[2] for name in vars(module)}
-    assert not any(getattr(value, "__module__", "").endswith("coordinator") for value in vars(module).values())

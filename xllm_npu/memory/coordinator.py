@@ -40,11 +40,16 @@ class DistributedVirtualMemoryCoordinator:
         self.budget.reserve({KV: layout.num_regions})
 
     def growable_pages(self) -> int:
-        """The least that any worker would still back. An estimate; where a worker does not answer, 0."""
-        with self._lock:
-            if self._clock() - self._asked > CAPACITY_SECONDS:
+        """The least that any worker would still back. An estimate; where a worker does not answer, 0.
+
+        Never waits for pages that are being mapped: schedulers ask before every step.
+        """
+        if self._clock() - self._asked > CAPACITY_SECONDS and self._lock.acquire(blocking=False):
+            try:
                 self._growable, self._asked = self._ask(), self._clock()
-            return self._growable
+            finally:
+                self._lock.release()
+        return self._growable
 
     def map(self, offsets: Sequence[int]) -> None:
         """Back pages on all workers. Raises PageGrowthRefused, or MemoryOwnershipLost."""
