@@ -67,6 +67,8 @@ ENGINE_COUNTERS = (
     ("generation_tokens", "Tokens generated.", "generation_tokens_total"),
     ("engine_steps", "Engine steps run.", "steps_total"),
     ("graph_misses", "Decode batches larger than the largest captured graph.", "graph_misses_total"),
+    ("prefill_graph_misses", "Steps with prompts larger than the largest captured number of tokens.",
+     "prefill_graph_misses_total"),
 )
 
 

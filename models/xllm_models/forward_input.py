@@ -31,9 +31,12 @@ class AttentionMetadata:
 
 @dataclass(slots=True)
 class ForwardInput:
-    """Filled by execution.input_builder; read by models."""
+    """Filled by execution.input_builder; read by models.
 
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    Tokens may be padded to more than `attention` knows of, P instead of T, where what runs is captured in pieces.
+    """
+
+    token_ids: torch.Tensor  # [T] or [P] int64
+    positions: torch.Tensor  # the same
     attention: AttentionMetadata
     dp_tokens: tuple[int, ...] = ()  # where data-parallel ranks step together: T of each of them; () otherwise

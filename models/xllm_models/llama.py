@@ -18,6 +18,7 @@ from xllm_models.attention.base import AttentionSpec, PagedBackend
 from xllm_models.attention.mla_base import MlaSpec
 from xllm_models.config import ModelConfig
 from xllm_models.forward_input import ForwardInput
+from xllm_models.layers.attention_cut import AttentionCut
 from xllm_models.layers.decoder import DecoderLayer
 from xllm_models.layers.embedding import LogitsHead, VocabEmbedding
 from xllm_models.layers.linear import ParallelLinear
@@ -104,6 +105,11 @@ class LlamaForCausalLM(nn.Module):
     def bind_attention(self, backend: PagedBackend) -> None:
         for layer in self.layers:
             layer.attention.backend = backend  # type: ignore[union-attr]
+
+    def cut_attention(self, cut: AttentionCut | None) -> None:
+        """Every layer calls `cut` instead of its own attention from now on; None: its own again."""
+        for layer in self.layers:
+            layer.attention.cut = cut  # type: ignore[union-attr]
 
     def reserve_positions(self, max_positions: int) -> None:
         """Build the rotary tables once for all; without it they grow when a longer sequence comes."""

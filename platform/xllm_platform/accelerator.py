@@ -8,6 +8,7 @@ This file names neither.
 
 from __future__ import annotations
 
+import gc
 import os
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xllm_platform.base import (
     AllocatorStats,
+    Cut,
     Event,
     Graph,
     GraphBackend,
@@ -24,6 +26,7 @@ from xllm_platform.base import (
     PlatformError,
     Stream,
 )
+from xllm_platform.graph_pieces import Alias, PieceCapture
 
 if TYPE_CHECKING:
     import torch
@@ -89,16 +92,14 @@ class CaptureBackend(GraphBackend):
         2  # lazy initialisation (workspaces, autotuning, compilation) must happen outside a capture
     )
 
-    def __init__(self, runtime: Any, new_graph: Callable[[], Any]) -> None:
+    def __init__(self, runtime: Any, new_graph: Callable[[], Any], alias: Alias) -> None:
         self._runtime = runtime
         self._new_graph = new_graph
+        self._alias = alias
         self._pool: Any = None
         self._stream: Any = None  # captures cannot be made on the default stream
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Graph:
-        if self._stream is None:
-            self._pool = self._runtime.graph_pool_handle()
-            self._stream = self._runtime.Stream()
         self._warm_up(run)
         raw = self._new_graph()
         try:
@@ -111,10 +112,27 @@ class CaptureBackend(GraphBackend):
             ) from error
         return self._captured(raw, output)
 
+    def capture_pieces(self, run: Callable[[Cut], torch.Tensor]) -> Graph:
+        runtime = self._runtime
+        self._warm_up(lambda: run(lambda call, tensors: None))
+        gc.collect()  # nothing is to be released within a capture
+        runtime.empty_cache()
+        with runtime.stream(self._stream):
+            try:
+                return PieceCapture(self._new_graph, self._pool, self._alias).capture(run)
+            except RuntimeError as error:
+                raise PlatformError(
+                    f"A prompt's step cannot be captured in pieces: {error}. Turn enable_prefill_piecewise_graph "
+                    "off, or if the device ran out of memory or streams, lower max_tokens_for_graph_mode."
+                ) from error
+
     def _captured(self, raw: Any, output: torch.Tensor) -> Graph:
         return CapturedGraph(raw, output)
 
     def _warm_up(self, run: Callable[[], torch.Tensor]) -> None:
+        if self._stream is None:
+            self._pool = self._runtime.graph_pool_handle()
+            self._stream = self._runtime.Stream()
         current = self._runtime.current_stream()
         self._stream.wait_stream(current)
         with self._runtime.stream(self._stream):

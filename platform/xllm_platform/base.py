@@ -112,6 +112,10 @@ class Graph(ABC):
         """
 
 
+# Given a call and the tensors it takes: a row of graphs is cut here, see GraphBackend.capture_pieces.
+Cut = Callable[[Callable[[Sequence["torch.Tensor"]], None], Sequence["torch.Tensor"]], None]
+
+
 class GraphTasks(ABC):
     """Operators in graphs that take arguments from the host (lengths), anew for each replay."""
 
@@ -142,6 +146,16 @@ class GraphBackend(ABC):
     @abstractmethod
     def capture(self, run: Callable[[], torch.Tensor]) -> Graph:
         """Capture `run`, which must be free of host synchronisation. Raises PlatformError if it cannot be."""
+
+    def capture_pieces(self, run: Callable[[Cut], torch.Tensor]) -> Graph:
+        """Capture `run(cut)` as a row of graphs, between which replays run what is not captured.
+
+        `cut(call, tensors)` ends one graph and begins the next. Each replay runs `call(tensors)` there, with
+        tensors over the same memory, which it may write to; while `run` is captured it is not called. What else
+        it refers to stays alive with the graph, and must not be memory of the graph. Raises PlatformError if
+        `run` cannot be captured. Platforms whose capabilities.graph is "capture" have it.
+        """
+        raise PlatformError("This platform's graphs are not captured in pieces.")
 
 
 class VirtualMemoryDriver(ABC):

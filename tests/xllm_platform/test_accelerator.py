@@ -59,10 +59,19 @@ class Recorder:
         log = self.log
 
         class RecordedGraph:
+            def capture_begin(self, pool: Any) -> None:
+                log.append(f"begin in {pool}")
+
+            def capture_end(self) -> None:
+                log.append("end")
+
             def replay(self) -> None:
                 log.append("replay")
 
         return RecordedGraph()
+
+    def empty_cache(self) -> None:
+        self.log.append("empty cache")
 
     def device_count(self) -> int:
         return 2
@@ -83,7 +92,7 @@ def runtime() -> Recorder:
 
 
 def test_capture_warms_up_on_a_side_stream_first(runtime: Recorder) -> None:
-    backend = CaptureBackend(runtime, runtime.new_graph)
+    backend = CaptureBackend(runtime, runtime.new_graph, torch.Tensor.detach)
     output = torch.zeros(1)
 
     def run() -> torch.Tensor:
@@ -110,7 +119,7 @@ def test_capture_warms_up_on_a_side_stream_first(runtime: Recorder) -> None:
 
 
 def test_captures_share_one_memory_pool(runtime: Recorder) -> None:
-    backend = CaptureBackend(runtime, runtime.new_graph)
+    backend = CaptureBackend(runtime, runtime.new_graph, torch.Tensor.detach)
     for _ in range(3):
         backend.capture(lambda: torch.zeros(1))
     assert runtime.log.count("pool") == 1
@@ -118,10 +127,48 @@ def test_captures_share_one_memory_pool(runtime: Recorder) -> None:
 
 
 def test_failed_capture_says_what_to_change(runtime: Recorder) -> None:
-    backend = CaptureBackend(runtime, runtime.new_graph)
+    backend = CaptureBackend(runtime, runtime.new_graph, torch.Tensor.detach)
     runtime.capture_error = RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(PlatformError, match=r"stream is capturing.*enable_graph"):
         backend.capture(lambda: torch.zeros(1))
+
+
+def test_pieces_are_captured_and_replayed_around_the_calls_between_them(runtime: Recorder) -> None:
+    backend = CaptureBackend(runtime, runtime.new_graph, lambda tensor: tensor + 100)
+    given, out = torch.ones(1), torch.zeros(1)
+
+    def run(cut: Any) -> torch.Tensor:
+        for number in range(2):
+            runtime.log.append(f"piece {number}")
+            cut(lambda tensors, number=number: runtime.log.append(f"call {number} of {tensors[0].item():.0f}"),
+                [given * number])
+        runtime.log.append("last piece")
+        return out
+
+    captured = backend.capture_pieces(run)
+    run_once = ["piece 0", "piece 1", "last piece"]
+    assert runtime.log == [
+        "pool", "side waits for default", "on side", *run_once, *run_once, "off side", "default waits for side",
+        "synchronize", "empty cache", "on side", "begin in pool 1", "piece 0", "end", "begin in pool 1", "piece 1",
+        "end", "begin in pool 1", "last piece", "end", "off side"]  # fmt: skip
+    runtime.log.clear()
+    assert captured.replay().item() == 100, "the output is not kept by the graphs either"
+    assert runtime.log == ["replay", "call 0 of 100", "replay", "call 1 of 101", "replay"]
+
+
+def test_a_piece_that_cannot_be_captured_is_ended(runtime: Recorder) -> None:
+    backend, runs = CaptureBackend(runtime, runtime.new_graph, torch.Tensor.detach), []
+
+    def run(cut: Any) -> torch.Tensor:
+        runs.append(1)
+        cut(lambda tensors: None, [])
+        if len(runs) > CaptureBackend.WARM_UP_RUNS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(1)
+
+    with pytest.raises(PlatformError, match=r"stream is capturing.*enable_prefill_piecewise_graph off"):
+        backend.capture_pieces(run)
+    assert runtime.log[-5:] == ["begin in pool 1", "end", "begin in pool 1", "end", "off side"]
 
 
 def test_device_selection(runtime: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +187,7 @@ def test_device_selection(runtime: Recorder, monkeypatch: pytest.MonkeyPatch) ->
             return Availability(True)
 
         def graph_backend(self) -> CaptureBackend:
-            return CaptureBackend(runtime, runtime.new_graph)
+            return CaptureBackend(runtime, runtime.new_graph, torch.Tensor.detach)
 
     chip = Chip()
     chip.set_device(1)

@@ -31,6 +31,9 @@ class ExecutionSettings(Section):
     )
     enable_graph: bool = Field(default=False, description="capture decode steps as graphs (cpu: compile them)")
     graph_batch_sizes: Counts = Field(default=(), description="batch sizes to capture; default: the platform's")
+    enable_prefill_piecewise_graph: bool = Field(
+        default=False, description="capture steps with prompts too, between their attentions; needs enable_graph"
+    )
     max_tokens_for_graph_mode: int = Field(
         default=2048, ge=1, le=2**24, description="steps with more tokens run eagerly"
     )

@@ -74,7 +74,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Execution
     "acl_graph_decode_batch_size_limit": (16,),
     "enable_graph_double_buffer": (True,), "enable_graph_mode_decode_no_padding": (False,),
-    "enable_prefill_piecewise_graph": (False,), "enable_graph_vmm_pool": (True,),
+    "enable_graph_vmm_pool": (True,),
     "use_contiguous_input_buffer": (True,), "output_shm_size": (128,),
     "python_graph_backend": ("off", ""), "enable_task_pipeline": (False,),
     "enable_unified_mtp_graph": (False,),

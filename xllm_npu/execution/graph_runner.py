@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from xllm_models.attention.base import PagedBackend
 from xllm_models.forward_input import ForwardInput
-from xllm_platform.base import Graph, Platform
+from xllm_platform.base import Graph, GraphBackend
 
 from xllm_npu.execution.input_builder import InputBuilder
 
@@ -22,8 +22,8 @@ Forward = Callable[[ForwardInput], torch.Tensor]
 
 
 class GraphRunner:
-    def __init__(self, platform: Platform, model: torch.nn.Module, attention: PagedBackend) -> None:
-        self._backend = platform.graph_backend()
+    def __init__(self, backend: GraphBackend, model: torch.nn.Module, attention: PagedBackend) -> None:
+        self._backend = backend
         self._attention = attention
         self._model = model
         self._backend.prepare_model(model)

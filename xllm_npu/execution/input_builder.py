@@ -47,7 +47,7 @@ class DeviceBuffer:
 
 @dataclass(slots=True)
 class BuiltStep:
-    """B rows and T tokens, or the graph size that both were padded to."""
+    """B rows and T tokens, or the graph size that both were padded to; or T padded, which only `input` knows."""
 
     input: ForwardInput
     rows: I32  # [B]
@@ -89,8 +89,11 @@ class InputBuilder:
         self._sent = [new_event() for _ in range(SIDES)] if new_event is not None else []
         self._step = 0
 
-    def build(self, step: StepInput, graph_size: int = 0) -> BuiltStep:
-        """Fill the buffers. `graph_size` > 0: a decode step padded to that many rows, with the full table width."""
+    def build(self, step: StepInput, graph_size: int = 0, padded_tokens: int = 0) -> BuiltStep:
+        """Fill the buffers. `graph_size` > 0: a decode step padded to that many rows, with the full table width.
+
+        `padded_tokens` > 0: so many tokens for the model, of which attention gets the step's own alone.
+        """
         self._next_side()
         rows, start, new = step.array("rows"), step.array("start"), step.array("num_new")
         tokens = step.array("tokens")
@@ -119,9 +122,11 @@ class InputBuilder:
             width = step.table_width
             self.block_table.host[: size * width] = table.reshape(-1)
         padded = graph_size or size
-        model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded)
+        self._pad_tokens(count, padded_tokens)
+        model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded,
+                                 padded_tokens)
         model_input.attention.as_graph = graph_size > 0
-        model_input.dp_tokens = tuple(graph_size or tokens_there for tokens_there in step.dp_tokens)
+        model_input.dp_tokens = tuple(graph_size or padded_tokens or there for there in step.dp_tokens)
         self._fill_placeholders(rows[: step.num_decodes], tokens[: step.num_decodes])
         source = step.array("sample_source")
         return BuiltStep(
@@ -144,6 +149,16 @@ class InputBuilder:
         model_input.dp_tokens = (graph_size,) * dp_size if dp_size > 1 else ()
         return model_input
 
+    def pieces_input(self, tokens: int, dp_size: int) -> ForwardInput:
+        """The input that pieces of `tokens` tokens are captured with; what it says of attention means nothing."""
+        self._next_side()
+        self._pad(0, 1)
+        self._pad_tokens(0, tokens)
+        self.block_table.host[0] = 0
+        model_input = self._send(1, 1, 1, 1, tokens)
+        model_input.dp_tokens = (tokens,) * dp_size if dp_size > 1 else ()
+        return model_input
+
     def remember(self, rows: I32, tokens: torch.Tensor) -> None:
         """The tokens just sampled, [S] int64 on the device; placeholders of later steps stand for them."""
         self.last_token[torch.from_numpy(rows.astype(np.int64)).to(self.device, non_blocking=True)] = tokens
@@ -164,7 +179,12 @@ class InputBuilder:
         self.seq_lens.host[size:graph_size] = 1
         self.query_start.host[: graph_size + 1] = self._arange[: graph_size + 1]
 
-    def _send(self, rows: int, tokens: int, width: int, num_decodes: int) -> ForwardInput:
+    def _pad_tokens(self, count: int, padded: int) -> None:
+        """Tokens that no attention sees; what they are must be a token's number and a position."""
+        self.token_ids.host[count:padded] = 0
+        self.positions.host[count:padded] = 0
+
+    def _send(self, rows: int, tokens: int, width: int, num_decodes: int, padded_tokens: int = 0) -> ForwardInput:
         seq_lens_host = self.seq_lens.host[:rows]
         metadata = AttentionMetadata(
             num_decodes=num_decodes, num_prefills=rows - num_decodes,
@@ -173,7 +193,8 @@ class InputBuilder:
             query_start_host=self.query_start.host[: rows + 1], seq_lens_host=seq_lens_host,
             max_seq_len=int(seq_lens_host.max()),
         )
-        model_input = ForwardInput(self.token_ids.send(tokens), self.positions.send(tokens), metadata)
+        seen = padded_tokens or tokens
+        model_input = ForwardInput(self.token_ids.send(seen), self.positions.send(seen), metadata)
         if self._sent:
             self._sent[self._step % SIDES].record()
         return model_input

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -201,3 +202,21 @@ def graph_sizes(
     wanted = settings.execution.graph_batch_sizes or capabilities.default_graph_sizes
     limit = min(shape.max_seqs, settings.execution.max_tokens_for_graph_mode)
     return sorted({min(size, limit) for size in wanted})
+
+
+SMALLEST_PREFILL_GRAPH = 64  # tokens; fewer are padded to it
+
+
+def prefill_graph_sizes(settings: Settings, platform: Platform, shape: StepShape) -> list[int]:
+    """Numbers of tokens to capture steps with prompts for: powers of two, and the most that a step may have."""
+    execution = settings.execution
+    if not execution.enable_prefill_piecewise_graph:
+        return []
+    if not execution.enable_graph:
+        raise LoadError("enable_prefill_piecewise_graph adds to the graphs of enable_graph: turn that on too, or "
+                        "enable_prefill_piecewise_graph off.")
+    if platform.capabilities.graph != "capture":
+        raise LoadError(f"Platform {platform.name} compiles decode steps and captures no graphs, so those with prompts "
+                        "cannot be captured in pieces: turn enable_prefill_piecewise_graph off.")
+    limit = min(shape.max_tokens, execution.max_tokens_for_graph_mode)
+    return [*takewhile(lambda size: size < limit, (SMALLEST_PREFILL_GRAPH << i for i in count())), limit]

@@ -7,6 +7,7 @@ worker_loader.py.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from xllm_platform.base import Platform
 from xllm_platform.collectives import broadcast
 from xllm_platform.parallel import ParallelState
 
-from xllm_npu.execution.executor import Executor
+from xllm_npu.execution.executor import Executor, GraphMisses
 from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
 from xllm_npu.execution.logprobs import prompt_logprobs
@@ -56,17 +57,17 @@ class Worker:
         """Run one step and wait for its tokens."""
         began = time.monotonic()
         p = self.parts
-        misses = p.executor.graph_misses
+        misses = dataclasses.replace(p.executor.misses)
         with torch.inference_mode(), p.platform.inference_context():
             self._update_rows(step)
-            graph_size = p.executor.graph_size(step, len(step.rows) // 4)
-            built = p.builder.build(step, graph_size)
-            hidden = p.executor.run(built.input, as_graph=graph_size > 0)
+            plan = p.executor.plan(step)
+            built = p.builder.build(step, plan.graph_size, plan.padded_tokens)
+            hidden = p.executor.run(built.input, plan)
             result = self._sample(built, hidden)
             prompts = self._prompt_logprobs(step, built, hidden) if step.prompt_logprobs else {}
             if p.balancer is not None:
                 p.balancer.after_step()
-        return self._result(step, result, prompts, began, p.executor.graph_misses > misses)
+        return self._result(step, result, prompts, began, misses)
 
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""
@@ -126,9 +127,13 @@ class Worker:
         return found
 
     def _result(
-        self, step: StepInput, sample: SampleResult | None, prompts: dict[int, list[Logprobs]], began: float, miss: bool
+        self, step: StepInput, sample: SampleResult | None, prompts: dict[int, list[Logprobs]], began: float,
+        misses: GraphMisses,
     ) -> StepResult:
-        result = StepResult(step_id=step.step_id, prompt_logprobs=prompts, graph_miss=miss)
+        """`misses`: before the step."""
+        now = self.parts.executor.misses
+        result = StepResult(step_id=step.step_id, prompt_logprobs=prompts, graph_miss=now.decode > misses.decode,
+                            prefill_graph_miss=now.prefill > misses.prefill)
         if sample is not None:
             host = sample.to_host()
             result.tokens = host.tokens.tobytes()

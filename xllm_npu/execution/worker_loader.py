@@ -25,10 +25,10 @@ from xllm_platform.parallel import ParallelState
 from xllm_platform.registry import select
 
 from xllm_npu.config.settings import Settings
+from xllm_npu.execution.captured_graphs import CapturedGraphs
 from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.expert_balancer import ExpertBalancer
-from xllm_npu.execution.graph_plan import fitting, measure
-from xllm_npu.execution.graph_runner import GraphRunner
+from xllm_npu.execution.graph_plan import GraphSizes, measure
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.load_plan import (
     CachePlan,
@@ -37,6 +37,7 @@ from xllm_npu.execution.load_plan import (
     choose_dtype,
     graph_sizes,
     plan_cache,
+    prefill_graph_sizes,
     step_shape,
 )
 from xllm_npu.execution.model_loader import load_model_weights, read_config
@@ -118,7 +119,7 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
-    sizes = graph_sizes(settings, platform, backend, shape)
+    sizes = GraphSizes(graph_sizes(settings, platform, backend, shape), prefill_graph_sizes(settings, platform, shape))
     sizes, graph_bytes = _plan_graphs(start, model, backend, spec, shape, sizes, progress)
     planned = plan_cache(settings, start.rank, platform, backend, spec, config, shape, graph_bytes)
     plan = _agree(parallel, platform, planned)
@@ -151,23 +152,27 @@ def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:
 
 def _assemble(
     start: _Start, model: Any, attention: PagedBackend, balancer: ExpertBalancer | None, shape: StepShape,
-    sizes: list[int], progress: Progress,
+    sizes: GraphSizes, progress: Progress,
 ) -> Worker:
     """What runs steps, around a model whose weights and cache are in place."""
     platform, parallel = start.platform, start.parallel
     builder = _builder(platform, model, attention, shape, sizes)
     sampling = SamplingState(shape.max_seqs, start.config.vocab_size, platform.device(), start.rank.seed)
-    graph = _capture(platform, model, attention, sizes, builder, progress, parallel.dp.size)
-    executor = Executor(EagerRunner(model, attention), graph)
+    graphs = None
+    if sizes.decode:
+        graphs = CapturedGraphs(platform, model, attention, builder, parallel.dp.size, max(sizes.prefill, default=0))
+        graphs.capture(sizes, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)))
+    runners = (graphs.decode, graphs.prefill) if graphs is not None else (None, None)
+    executor = Executor(EagerRunner(model, attention), *runners)
     return Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer))
 
 
 def _builder(
-    platform: Platform, model: Any, attention: PagedBackend, shape: StepShape, sizes: list[int]
+    platform: Platform, model: Any, attention: PagedBackend, shape: StepShape, sizes: GraphSizes
 ) -> InputBuilder:
     capabilities = platform.capabilities
     return InputBuilder(
-        max_tokens=max(shape.max_tokens, *sizes, 1), max_rows=max(shape.max_seqs, *sizes, 1),
+        max_tokens=max(shape.max_tokens, *sizes.decode, 1), max_rows=max(shape.max_seqs, *sizes.decode, 1),
         max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=platform.device(),
         pinned=capabilities.pinned_memory, two_rotations=model.rotary_switch > 0, slot_dtype=attention.slot_dtype,
         new_event=platform.new_event if capabilities.streams else None,
@@ -175,36 +180,43 @@ def _builder(
 
 
 def _plan_graphs(
-    start: _Start, model: Any, backend: type[PagedBackend], spec: Any, shape: StepShape, sizes: list[int],
+    start: _Start, model: Any, backend: type[PagedBackend], spec: Any, shape: StepShape, sizes: GraphSizes,
     progress: Progress,
-) -> tuple[list[int], int]:
-    """The batch sizes to capture, the same on all ranks, and the device's bytes that their graphs will take."""
+) -> tuple[GraphSizes, int]:
+    """What to capture, the same on all ranks, and the device's bytes that the graphs will take."""
     platform, parallel = start.platform, start.parallel
-    if not sizes or platform.capabilities.graph != "capture":
+    if not sizes.decode or platform.capabilities.graph != "capture":
         return sizes, 0
     progress(EngineProgress("Measuring graphs", 0, 1))
+    made: list[CapturedGraphs] = []  # with the first capture, which pays for what all share
 
-    def capture(some: list[int]) -> GraphRunner:
-        attention = backend(spec)
-        attention.allocate_kv_caches(2)
-        model.bind_attention(attention)
-        builder = _builder(platform, model, attention, shape, sizes)
-        runner = _capture(platform, model, attention, some, builder, lambda _: None, parallel.dp.size)
-        assert runner is not None
-        return runner
+    def capture(some: GraphSizes) -> None:
+        if not made:
+            attention = backend(spec)
+            attention.allocate_kv_caches(2)
+            model.bind_attention(attention)
+            builder = _builder(platform, model, attention, shape, sizes)
+            made.append(CapturedGraphs(platform, model, attention, builder, parallel.dp.size,
+                                       max(sizes.prefill, default=0)))
+        made[0].capture(some, lambda done, total: None)
+
+    def release() -> None:
+        made.clear()
+        model.bind_attention(backend(spec))
 
     model.reserve_positions(shape.max_model_len)
-    cost = measure(platform, capture, lambda: model.bind_attention(backend(spec)), sizes)
+    costs = measure(platform, capture, release, sizes)
     progress(EngineProgress("Measuring graphs", 1, 1))
-    count = cost.most_graphs(len(sizes))
+    counts = costs.counts(sizes)
     if parallel.world.size > 1:
-        found = torch.tensor([count], dtype=torch.int64, device=platform.device())
-        count = int(all_reduce(found, parallel.world, "min"))
-    return fitting(sizes, count, cost), cost.bytes(min(count, len(sizes)))
+        found = torch.tensor(counts, dtype=torch.int64, device=platform.device())
+        decode, prefill = all_reduce(found, parallel.world, "min").tolist()
+        counts = decode, prefill
+    return costs.choose(sizes, counts)
 
 
 def _describe(
-    start: _Start, model: Any, shape: StepShape, weights: WeightLoad, memory: tuple[int, int], sizes: list[int]
+    start: _Start, model: Any, shape: StepShape, weights: WeightLoad, memory: tuple[int, int], sizes: GraphSizes
 ) -> EngineReady:
     """`memory`: KV blocks, the dummy included, and their bytes."""
     settings, config = start.settings, start.config
@@ -214,25 +226,13 @@ def _describe(
         dtype=str(start.dtype).removeprefix("torch."), vocab_size=config.vocab_size,
         max_model_len=shape.max_model_len, eos_token_ids=list(config.eos_token_ids), num_kv_blocks=memory[0] - 1,
         block_size=shape.block_size, max_seqs=shape.max_seqs, max_tokens_per_batch=shape.max_tokens,
-        weight_bytes=weights.bytes, kv_cache_bytes=memory[1], graph_sizes=sizes,
+        weight_bytes=weights.bytes, kv_cache_bytes=memory[1], graph_sizes=sizes.decode,
+        prefill_graph_sizes=sizes.prefill,
         load_seconds=time.monotonic() - start.began, chunked_prefill=settings.scheduler.enable_chunked_prefill,
         tokenizer_dir=str(start.resolved.tokenizer_dir), default_sampling=_default_sampling(config),
         implementation=config.implementation, load_format=settings.model.load_format, weight_loads=[weights],
         steps_together=is_coupled(settings, config), rotary_switch=model.rotary_switch,
     )
-
-
-def _capture(
-    platform: Platform, model: torch.nn.Module, attention: PagedBackend, sizes: list[int], builder: InputBuilder,
-    progress: Progress, dp_size: int,
-) -> GraphRunner | None:
-    if not sizes:
-        return None
-    runner = GraphRunner(platform, model, attention)
-    with torch.inference_mode(), platform.inference_context():
-        runner.capture(sizes, builder, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)),
-                       dp_size)
-    return runner
 
 
 def model_name(settings: Settings, path: Path) -> str:

@@ -286,6 +286,7 @@ class Scheduler:
         s.last_step_seconds = result.seconds
         s.prompt_tokens_total += s.last_step_tokens - batch.num_decodes
         s.graph_misses_total += result.graph_miss
+        s.prefill_graph_misses_total += result.prefill_graph_miss
 
     def close(self) -> None:
         """Nothing is scheduled any more."""

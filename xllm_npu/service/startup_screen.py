@@ -95,6 +95,8 @@ def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tup
                      f"{byte_text(info.kv_cache_bytes)}{' in all' if each else ''}"),
         ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step{each}"),
         ("Graphs", ", ".join(map(str, sizes)) if sizes else "off"),
+        *((("Graphs of prompts", f"{', '.join(map(str, info.prefill_graph_sizes))} tokens"),)
+          if info.prefill_graph_sizes else ()),
         ("Loaded in", f"{info.load_seconds:.1f} s"),
         ("Serving at", url),
     ]

@@ -90,7 +90,8 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     prompt_logprobs: dict[int, list[Logprobs]] = msgspec.field(default_factory=dict)  # row -> one a position
     failed: list[int] = msgspec.field(default_factory=list)  # indices into sample_rows without a usable distribution
     seconds: float = 0.0
-    graph_miss: bool = False
+    graph_miss: bool = False  # a decode step above the largest graph
+    prefill_graph_miss: bool = False  # one with prompts above the largest pieces
 
     def token_array(self) -> I32:
         return np.frombuffer(self.tokens, np.int32)

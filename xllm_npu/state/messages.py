@@ -98,6 +98,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     steps_together: bool = False  # every step of one data-parallel rank needs a step of all others
     engines: int = 1  # data-parallel ranks; the other figures are of one of them, but for bytes and devices
     elastic_kv_cache: bool = False  # kv_cache_bytes and num_kv_blocks are what memory could ever allow
+    prefill_graph_sizes: list[int] = msgspec.field(default_factory=list)  # tokens
     rotary_switch: int = 0  # a sequence longer than this is computed anew with other rotary frequencies; 0: none is
 
 
@@ -160,6 +161,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     last_step_seconds: float = 0.0
     graph_misses_total: int = 0  # decode batches above the largest captured size
     pages: PageStats | None = None  # of an elastic KV cache
+    prefill_graph_misses_total: int = 0  # steps with prompts above the largest captured size
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):

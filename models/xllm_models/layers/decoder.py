@@ -18,6 +18,7 @@ from xllm_platform.parallel import ParallelState
 
 from xllm_models.attention.base import AttentionBackend, LayerAttention
 from xllm_models.config import ModelConfig
+from xllm_models.layers.attention_cut import AttentionCut
 from xllm_models.layers.latent_attention import LatentAttention
 from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
 from xllm_models.layers.mlp import GatedMLP
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = shard.num_heads, shard.num_kv_heads, config.head_dim
         self.eps = config.rms_norm_eps
         self.backend: AttentionBackend | None = None
+        self.cut: AttentionCut | None = None
         group = shard.group
         self.qkv = FusedColumnLinear(config.hidden_size, [
             ("q_proj", config.num_heads * config.head_dim, group.rank, group.size),
@@ -81,8 +83,12 @@ class Attention(nn.Module):
         qkv = self.ops.rotary(self.qkv(x), positions, cos_sin, self.num_heads, self.num_kv_heads, self.q_norm,
                               self.k_norm, self.eps)
         if torch.compiler.is_compiling():
-            return self.output(torch.ops.xllm_models.attention(qkv, self.handle, self.num_heads * self.head_dim))
-        return self.output(self.attend(qkv))
+            return self.output(torch.ops.xllm_models.attention(qkv, self.handle, self.attended_width))
+        return self.output(self.attend(qkv) if self.cut is None else self.cut(self, qkv))
+
+    @property
+    def attended_width(self) -> int:
+        return self.num_heads * self.head_dim
 
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """qkv [T, (H + 2K) * E], rotated -> [T, H * E]."""

@@ -18,6 +18,7 @@ from torch import nn
 from xllm_models.attention.base import LayerAttention
 from xllm_models.attention.mla_base import MlaBackend
 from xllm_models.config import ModelConfig
+from xllm_models.layers.attention_cut import AttentionCut
 from xllm_models.layers.linear import FusedColumnLinear, RowLinear, empty_parameter
 from xllm_models.layers.rotary import pairs_to_halves, reordered
 from xllm_models.layers.sharding import Shard
@@ -39,6 +40,7 @@ class LatentAttention(nn.Module):
         self.num_heads, self.group = shard.num_heads, group
         self.spec = LayerAttention(layer, mla.qk_head_dim**-0.5 * config.rope.latent_score_scale)
         self.backend: MlaBackend | None = None
+        self.cut: AttentionCut | None = None
         q_rows = heads * mla.qk_head_dim
         self.q_down: FusedColumnLinear | None = None
         if mla.q_lora_rank is None:
@@ -84,9 +86,13 @@ class LatentAttention(nn.Module):
         query = self.ops.rotary(self.query(down), positions, cos_sin, self.num_heads, 0)
         latent = self.ops.norm_and_rotate(self.kv_down(x), self.kv_norm, positions, cos_sin, _LATENT_EPS)
         if torch.compiler.is_compiling():
-            width = self.num_heads * self.mla.v_head_dim
-            return self.output(torch.ops.xllm_models.latent_attention(query, latent, self.handle, width))
-        return self.output(self.attend(query, latent))
+            found = torch.ops.xllm_models.latent_attention(query, latent, self.handle, self.attended_width)
+            return self.output(found)
+        return self.output(self.attend(query, latent) if self.cut is None else self.cut(self, query, latent))
+
+    @property
+    def attended_width(self) -> int:
+        return self.num_heads * self.mla.v_head_dim
 
     def attend(self, query: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         """query [T, H * (R + P)] and latent [T, C + R], rotated -> [T, H * V]."""

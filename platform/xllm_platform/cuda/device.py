@@ -81,8 +81,10 @@ class CudaPlatform(AcceleratorPlatform):
             importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
     def graph_backend(self) -> GraphBackend:
+        from xllm_platform.cuda.unowned import alias
+
         runtime = self._runtime()
-        return CaptureBackend(runtime, runtime.CUDAGraph)
+        return CaptureBackend(runtime, runtime.CUDAGraph, alias)
 
     def virtual_memory(self) -> VirtualMemoryDriver:
         from xllm_platform.cuda.virtual_memory import CudaVirtualMemory

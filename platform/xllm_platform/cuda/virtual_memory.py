@@ -97,15 +97,10 @@ class CudaVirtualMemory(VirtualMemoryDriver):
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         import torch
 
-        # torch.as_tensor over an address asks the driver what lies there, which fails where nothing is mapped yet.
-        make: Any = torch._C
-        device, sizes = torch.device("cuda", self._device), tuple(shape)
-        size = math.prod(sizes) * dtype.itemsize
-        strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-        storage = make._construct_storage_from_data_pointer(address, device, size)
-        return make._construct_CUDA_Tensor_From_Storage_And_Metadata(
-            {"size": sizes, "stride": strides, "nbytes": size, "dtype": dtype, "data_ptr": address,
-             "storage_offset": 0, "device": device}, storage)
+        from xllm_platform.cuda.unowned import tensor_at
+
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return tensor_at(address, shape, strides, dtype, torch.device("cuda", self._device))
 
     def export_page(self, page: int) -> int:
         """A file descriptor by which another process can import the page; the caller closes it."""

@@ -81,7 +81,7 @@ class UpdatedGraph(CapturedGraph):
 
 class NpuCaptureBackend(CaptureBackend):
     def __init__(self, runtime: Any, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(runtime, runtime.NPUGraph)
+        super().__init__(runtime, runtime.NPUGraph, alias)
         self.tasks = self._recorded = RecordedTasks(runtime, alias)
         self._update: Any = None
 
