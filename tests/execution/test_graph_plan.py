@@ -101,12 +101,14 @@ def test_sizes_of_prompts_are_trimmed_in_one_line(caplog: pytest.LogCaptureFixtu
     assert taken == 7 + 100 + 2 * 30
     assert caplog.messages == [f"the device's streams ({STREAMS_KEPT + 99} left, 33 each) allow 3 of 6 rows of graphs "
                                "for prompts: numbers of tokens 64, 512, 2048 are captured"]
-    with pytest.raises(LoadError, match=r"\(?has 280 streams left.*248 are kept.*one takes 33: turn "
+
+
+def test_no_size_of_prompts_fits() -> None:
+    left, wanted = STREAMS_KEPT + 11 * 2 + 32, GraphSizes(SIZES, PROMPTS)
+    costs = GraphCosts(GraphCost(further_streams=2, streams_left=left), GraphCost(100, 30, 33, left))
+    with pytest.raises(LoadError, match=r"has 280 streams left.*248 are kept.*one takes 33: turn "
                                         r"enable_prefill_piecewise_graph off, or capture fewer"):
-        costs.choose(wanted, (DECODES_THAT_LEAVE_TOO_LITTLE, 0))
-
-
-DECODES_THAT_LEAVE_TOO_LITTLE = (11 * 2 + 3 * 33 - 32) // 2
+        costs.choose(wanted, costs.counts(wanted))
 
 
 @pytest.mark.parametrize(("left", "each", "most"), [
@@ -161,7 +163,7 @@ def test_sizes_of_prompts(max_tokens: int, limit: int, sizes: list[int]) -> None
 
 
 def test_pieces_need_graphs_that_are_captured() -> None:
-    with pytest.raises(LoadError, match="Platform x compiles decode steps.*turn enable_prefill_piecewise_graph off"):
+    with pytest.raises(LoadError, match=r"Platform x compiles decode steps.*turn enable_prefill_piecewise_graph off"):
         prompt_sizes("compile", 64)
     with pytest.raises(LoadError, match=r"adds to the graphs of enable_graph: turn that on too"):
         prompt_sizes("capture", 64, enable_graph=False)

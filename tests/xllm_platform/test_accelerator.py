@@ -168,7 +168,7 @@ def test_a_piece_that_cannot_be_captured_is_ended(runtime: Recorder) -> None:
 
     with pytest.raises(PlatformError, match=r"stream is capturing.*enable_prefill_piecewise_graph off"):
         backend.capture_pieces(run)
-    assert runtime.log[-5:] == ["begin in pool 1", "end", "begin in pool 1", "end", "off side"]
+    assert runtime.log[-4:] == ["begin in pool 1", "end", "begin in pool 1", "end"]
 
 
 def test_device_selection(runtime: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

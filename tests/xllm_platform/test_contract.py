@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from xllm_platform import registry
-from xllm_platform.base import Availability, Capabilities, Graph, Platform, PlatformError
+from xllm_platform.base import Availability, Capabilities, Cut, Graph, Platform, PlatformError
 
 BUILT_IN = ("cpu", "npu", "cuda")
 
@@ -210,6 +211,42 @@ def test_graph_replays_on_the_current_contents_of_its_buffers(plugin: Platform) 
                 output = graph.replay()
                 plugin.synchronize()
                 assert output.tolist() == [value * 4 + 3] * size
+
+
+def test_pieces_of_a_graph_leave_room_for_calls_between_them(plugin: Platform) -> None:
+    """What is called reads memory of the piece before, for as many rows as it likes, and writes for the next."""
+    if plugin.capabilities.graph == "none":
+        return
+    backend = plugin.graph_backend()
+    if plugin.capabilities.graph != "capture":
+        with pytest.raises(PlatformError, match="not captured in pieces"):
+            backend.capture_pieces(lambda cut: torch.zeros(1))
+        return
+    count = [0]
+    buffer, middle = (torch.zeros(8, 4, device=plugin.device()) for _ in range(2))
+
+    def square(tensors: Sequence[torch.Tensor]) -> None:
+        middle[: count[0]].copy_(tensors[0][: count[0]] ** 2)
+
+    def run_on(size: int) -> Callable[[Cut], torch.Tensor]:
+        def run(cut: Cut) -> torch.Tensor:
+            x, kept = buffer[:size] + 1, buffer[:size] * 10
+            for _ in range(2):
+                wide = torch.cat((x, x), dim=1)  # a view of it is what the call gets
+                cut(square, [wide[:, 4:]])
+                x = middle[:size] + kept
+            return x
+
+        return run
+
+    with torch.inference_mode():
+        graphs = {size: backend.capture_pieces(run_on(size)) for size in (8, 3)}
+        for size, value in ((8, 1.0), (3, 2.0), (8, 0.0)):
+            count[0] = size - 1
+            buffer.fill_(value)
+            output = graphs[size].replay()[: count[0]].cpu()
+            wanted = ((value + 1) ** 2 + 10 * value) ** 2 + 10 * value
+            assert torch.equal(output, torch.full_like(output, wanted))
 
 
 def test_inference_context_can_be_nested_and_repeated(plugin: Platform) -> None:
