@@ -101,6 +101,8 @@ class Trial:
 
     def __init__(self, platform: Platform) -> None:
         self._platform, self._backend = platform, platform.graph_backend()
+        gc.collect()
+        platform.empty_cache()  # as captures do; what loading left there would count as gained
         self._free, self._streams = self._look()
         self._streams_before = self._streams
 
