@@ -26,12 +26,12 @@ def test_engine_statistics(metrics):
     metrics.set_engine(0, running=1, steps_total=7)
     metrics.set_engine(1, running=3, waiting=2, kv_usage=0.5, preemptions_total=4, prefix_queries_total=100,
                        prefix_hits_total=60, steps_total=1, prompt_tokens_total=50, generation_tokens_total=70,
-                       last_step_tokens=9, last_step_seconds=0.1, graph_misses_total=1)
+                       last_step_tokens=9, last_step_seconds=0.1, graph_misses_total=1, prefill_graph_misses_total=6)
     got = samples(metrics)
     for name, value in {"num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.5,
                         "num_preemptions_total": 4, "prefix_cache_queries_total": 100, "prefix_cache_hits_total": 60,
                         "prompt_tokens_total": 50, "generation_tokens_total": 70, "engine_steps_total": 1,
-                        "graph_misses_total": 1}.items():
+                        "graph_misses_total": 1, "prefill_graph_misses_total": 6}.items():
         assert got["xllm_npu:" + name, "1"] == value, name
     assert got["xllm_npu:num_requests_running", "0"] == 1
     assert got["xllm_npu:engine_steps_total", "0"] == 7
