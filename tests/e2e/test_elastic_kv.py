@@ -57,6 +57,22 @@ def test_done_when_1_resident_bytes_follow_live_kv(tiny_dir: Path, tmp_path: Pat
         assert everything_after <= 1.05 * everything
 
 
+def test_data_parallel_engines_grow_and_shrink_alone(tiny_dir: Path, tmp_path: Path):
+    with ServerProcess(tiny_dir, tmp_path, *FLAGS, "--dp-size", "2") as server:
+
+        async def load() -> None:
+            async with server.async_client() as client:
+                bodies = [{"prompt": [32 + i] * 1500, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+                          for i in range(8)]
+                answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+                assert [answer.status_code for answer in answers] == [200] * 8
+
+        asyncio.run(load())
+        server.wait_idle()
+        poll(lambda: (m := server.metrics()) and [m.get(f"kv_cache_pages:mapped@{rank}") for rank in (0, 1)] == [1, 1],
+             "the pinned page of each")
+
+
 def test_a_client_that_leaves_takes_its_memory_along(tiny_dir: Path, tmp_path: Path):
     with ServerProcess(tiny_dir, tmp_path, *FLAGS) as server:
 

@@ -81,7 +81,7 @@ class ElasticBlockPool(BlockPool):
         return self._most_blocks
 
     def make_room(self, count: int) -> int:
-        while self._num_ready < count:
+        while self._num_ready < count and self.pages.num_available:  # else asking again would only take time
             try:
                 self._hold(self.pages.take())
             except PageGrowthRefused:
