@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     part = Part()
-    files = ["tests/xllm_platform/test_contract.py"]
+    files = ["tests/xllm_platform/test_contract.py", "tests/xllm_platform/test_memory_driver_contract.py"]
     own = f"tests/xllm_platform/test_{part.platform_name}_device.py"
     if (ROOT / own).exists() and not part.dry_run:
         files.append(own)

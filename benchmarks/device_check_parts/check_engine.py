@@ -1,7 +1,7 @@
 """Greedy tokens of a tiny checkpoint in float32 through the whole engine, against torch's operators on the CPU.
 
 Scheduler, paged cache with shared prefixes, overlap, sampler and, where the device has them, graphs; then with chunked
-prompts, without overlap, and with a cache so small that sequences are preempted.
+prompts, without overlap, with a cache so small that sequences are preempted, and with one in virtual memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "no overlap": {"enable_schedule_overlap": False},
     "preemption": {"max_cache_size": "400KiB"},
 }
+VIRTUAL: dict[str, dict[str, Any]] = {
+    "virtual memory": {"enable_vmm_kvcache": True},
+    "memory that grows": {"enable_vmm_kvcache": True, "vmm_elastic": True},
+}
 
 
 def main() -> None:
     part = Part()
     capabilities = part.platform().capabilities
     steps = 6 if part.dry_run else STEPS
+    ways = WAYS | (VIRTUAL if capabilities.virtual_memory else {})
     asked = checkpoints.prompts(8)
     asked += [asked[0][:150] + [9, 8, 7], asked[0][:150] + [1, 2, 3]]  # prefixes that the cache knows
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +45,7 @@ def main() -> None:
             for graph in (False, True):
                 if graph and (capabilities.graph != "capture" or not backend.capture_safe):
                     continue  # a compiled graph is the CPU's, whose tests are elsewhere
-                for way, settings in WAYS.items():
+                for way, settings in ways.items():
                     with part.check(f"{name}, {'graph' if graph else 'eager'}, {way}") as found:
                         part.need(5)
                         answers, _ = run_engine(directory, asked, steps, platform=part.platform_name,

@@ -7,6 +7,7 @@ granules reserved at `start` and `page` mapped as the first and the third.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -130,3 +131,15 @@ def check_no_memory_left(platform: Platform) -> None:
 def check_refused(platform: Platform, what: str) -> None:
     with mapped_twice(platform) as (driver, start, page), pytest.raises(PlatformError):
         WRONG[what](driver, start, page)
+
+
+def page_file_bytes() -> int:
+    """Committed bytes of the files that the CPU's pages of this process are pieces of."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "xllm-npu-pages" in os.readlink(f"/proc/self/fd/{fd}"):
+                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return total

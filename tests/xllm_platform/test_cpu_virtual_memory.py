@@ -1,4 +1,4 @@
-"""The virtual memory driver of every platform that can be used here; that of the CPU by the process's own figures."""
+"""Virtual memory on a CPU, by what the system says of the process."""
 
 from __future__ import annotations
 
@@ -7,56 +7,12 @@ import os
 import psutil
 import pytest
 from xllm_platform import registry
-from xllm_platform.base import OutOfMemoryError, Platform, PlatformError
+from xllm_platform.base import OutOfMemoryError, PlatformError
 from xllm_platform.cpu.virtual_memory import MemfdVirtualMemory
 
 from tests.support import memory_driver_contract as contract
 
 MIB = 2**20
-
-
-@pytest.fixture(params=["cpu", "npu", "cuda"])
-def plugin(request: pytest.FixtureRequest) -> Platform:
-    available = registry.probe(request.param)
-    if not available.ok:
-        pytest.skip(available.reason)
-    platform = registry.select(request.param)
-    platform.set_device(0)
-    if not platform.capabilities.virtual_memory:
-        pytest.skip(f"platform {platform.name} has no virtual memory here")
-    return platform
-
-
-@pytest.mark.parametrize("check", [
-    contract.check_two_addresses_show_one_page, contract.check_dtypes, contract.check_a_page_moves_between_addresses,
-    contract.check_new_pages, contract.check_no_memory_left,
-], ids=lambda check: check.__name__.removeprefix("check_"))
-def test_contract(plugin: Platform, check) -> None:
-    check(plugin)
-
-
-@pytest.mark.parametrize("what", contract.WRONG)
-def test_refusals(plugin: Platform, what: str) -> None:
-    contract.check_refused(plugin, what)
-
-
-def test_memory_comes_and_goes(plugin: Platform) -> None:
-    if plugin.name == "cpu":  # what the machine has left is others' doing too: this process alone is looked at
-        contract.check_memory_comes_and_goes(plugin, lambda: -file_bytes(), 64 * MIB, 0)
-    else:
-        contract.check_memory_comes_and_goes(plugin, lambda: plugin.memory_info().free, 64 * MIB, 8 * MIB)
-
-
-def file_bytes() -> int:
-    """Committed bytes of the pages' files in this process."""
-    total = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if "xllm-npu-pages" in os.readlink(f"/proc/self/fd/{fd}"):
-                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
-        except FileNotFoundError:
-            pass
-    return total
 
 
 def test_resident_memory_of_the_process_follows_the_pages() -> None:
@@ -102,10 +58,10 @@ def test_a_page_that_reaches_over_another_is_refused() -> None:
 
 def test_a_page_larger_than_what_is_free_is_refused_before_anything_is_taken() -> None:
     driver = MemfdVirtualMemory(lambda: 4 * MIB)
-    before = file_bytes()
+    before = contract.page_file_bytes()
     with pytest.raises(OutOfMemoryError, match="4194304 bytes are free"):
         driver.create_page(8 * MIB)
-    assert file_bytes() == before
+    assert contract.page_file_bytes() == before
 
 
 def test_the_file_does_not_grow_while_pages_come_and_go() -> None:
