@@ -191,6 +191,8 @@ def until_failed(pages: PageAllocator) -> None:
     with pages._changed:
         while pages._failure is None:
             assert pages._changed.wait(20)
+    with pytest.raises(type(pages._failure)):
+        pages.check()  # an idle engine asks
     pages.take()
 
 

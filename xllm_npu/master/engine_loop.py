@@ -105,8 +105,9 @@ class EngineLoop:
             self.scheduler.refuse(message, "The request is malformed.")
 
     def check(self) -> None:
-        """Raise how a worker died, if one has."""
+        """Raise how a worker died, if one has, or what became of its memory."""
         self._engine.check()
+        self.scheduler.running.blocks.pool.check()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work

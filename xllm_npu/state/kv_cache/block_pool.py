@@ -73,6 +73,9 @@ class BlockPool:
     def settle(self, completed_step: int, in_flight: bool) -> None:
         """Steps up to this one have ended, and all of them if none is in flight."""
 
+    def check(self) -> None:
+        """Raise what has made the memory of blocks unusable."""
+
     def page_stats(self) -> PageStats | None:
         """Of the pages that blocks lie in, where those come and go."""
         return None

@@ -177,6 +177,9 @@ class ElasticBlockPool(BlockPool):
             self._open = [page for page in self._held if self._held[page].empty]
             heapq.heapify(self._open)
 
+    def check(self) -> None:
+        self.pages.check()
+
     def page_stats(self) -> PageStats | None:
         return self.pages.stats()
 

@@ -101,6 +101,11 @@ class PageAllocator:
         with self._changed:
             return set(self._taken)
 
+    def check(self) -> None:
+        """Raise what has failed for good, in the thread too."""
+        with self._changed:
+            self._check()
+
     def stats(self) -> PageStats:
         with self._changed:
             mapped = len(self._taken) + len(self._reserved) + len(self._leaving) + len(self._held_back) + self._going
