@@ -21,6 +21,13 @@ def test_host_step_ends_with_one_json_object():
     assert all(us > 0 for us in figures.values())
 
 
+def test_page_mapping_times_each_way():
+    arguments = ("--platform", "cpu", "--layers", "2", "--rounds", "5", "--json")
+    figures = json.loads(run("benchmarks/page_mapping.py", *arguments).splitlines()[-1])
+    assert set(figures) == {"map", "map, slowest of ten", "unmap", "copy of as many bytes"}
+    assert all(milliseconds > 0 for milliseconds in figures.values())
+
+
 def test_decode_model_times_a_model(tiny_dir):
     arguments = ("--dtypes", "float32", "--threads", "1", "--seconds", "0.01", "--json")
     last = run("benchmarks/decode_model.py", str(tiny_dir), *arguments).splitlines()[-1]
