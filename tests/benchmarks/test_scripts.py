@@ -64,6 +64,7 @@ def test_serving_measures_a_running_server(tmp_path):
     assert '"failed": 0' in json.dumps(figures)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_device_check_runs_dry(tmp_path):

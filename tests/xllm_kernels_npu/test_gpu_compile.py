@@ -11,8 +11,15 @@ from xllm_kernels_npu.kernel import CompileCase, Kernel
 
 from tests.support.gpu_compile import SHARED_BYTES, compile_for_gpu
 
-CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case.name}")
-         for module in registry.MODULES for kernel in registry.load(module) for case in kernel.cases]
+
+def _cases(kernel: Kernel) -> list[object]:
+    """The first and the last by default, all of them with the slow tests: a case takes half a second or more."""
+    few = {kernel.cases[0].name, kernel.cases[-1].name}
+    return [pytest.param(kernel, case, id=f"{kernel.name}: {case.name}",
+                         marks=() if case.name in few else pytest.mark.slow) for case in kernel.cases]
+
+
+CASES = [case for module in registry.MODULES for kernel in registry.load(module) for case in _cases(kernel)]
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
