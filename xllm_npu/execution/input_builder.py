@@ -29,13 +29,14 @@ class DeviceBuffer:
         self._shared = device.type == "cpu"
         count = 1 if self._shared else SIDES
         self._sides = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(count)]
+        self._hosts = [side.numpy() for side in self._sides]
         self.device = self._sides[0] if self._shared else torch.zeros(size, dtype=dtype, device=device)
         self.turn(0)
 
     def turn(self, side: int) -> None:
         """`host` and `send` are of this side from now on; what it held stays there."""
-        self.host_tensor = self._sides[side % len(self._sides)]
-        self.host = self.host_tensor.numpy()
+        side %= len(self._sides)
+        self.host_tensor, self.host = self._sides[side], self._hosts[side]
 
     def send(self, count: int) -> torch.Tensor:
         """The first `count` elements, on the device."""
@@ -168,6 +169,8 @@ class InputBuilder:
         self._step += 1
         if self._sent:
             self._sent[self._step % SIDES].synchronize()
+        if self.device.type == "cpu":
+            return  # one side
         for buffer in self._buffers:
             buffer.turn(self._step % SIDES)
 
