@@ -23,7 +23,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from ctypes import Array
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ PARTS = ("schedule", "message", "build", "process", "encode")
 MIB = 2**20
 
 
-def follow(endpoint: str, ring: tuple[int, int, int], times: Connection) -> None:
+def follow(endpoint: str, ring: tuple[int, int, int], times: Array[float]) -> None:
     """A worker process: fills its buffers from each step and says when it was done (time.perf_counter)."""
     torch.set_num_threads(1)
     receiver = StepReceiver(endpoint, RingReader(*ring))
@@ -59,7 +59,8 @@ def follow(endpoint: str, ring: tuple[int, int, int], times: Connection) -> None
         built = builder.build(step)
         done = time.perf_counter()
         builder.remember(built.sample_rows, torch.zeros(built.sample_rows.size, dtype=torch.int64))
-        times.send(done)
+        times[1] = done
+        times[0] += 1  # last: the time is there when the count is
     receiver.close()
 
 
@@ -75,18 +76,23 @@ class Followers:
         context = multiprocessing.get_context("fork")
         for index, bell in enumerate(ring.bells):
             place = ring.fd, bell, index
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=follow, args=(endpoint, place, theirs), daemon=True)
+            times = context.RawArray("d", 2)  # steps done, when the last was: nobody sleeps for it, as on a device
+            process = context.Process(target=follow, args=(endpoint, place, times), daemon=True)
             process.start()
             self._processes.append(process)
-            self._times.append(ours)
+            self._times.append(times)
+        self._steps = 0
         heard = 0
         while heard < tp - 1:
             heard += self.sender.heard(1000)
 
     def done(self) -> float:
         """When the slowest had filled its buffers."""
-        return max(times.recv() for times in self._times)
+        self._steps += 1
+        for times in self._times:
+            while times[0] < self._steps:
+                pass
+        return max(times[1] for times in self._times)
 
     def close(self) -> None:
         self.sender.send(WorkerStop())
