@@ -5,14 +5,12 @@ A kernel multiplies by a norm's weight before it rounds, where the reference rou
 
 from __future__ import annotations
 
-import functools
-import importlib
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
-from xllm_models.ops import torch_moe, torch_ops
+from xllm_models.ops import torch_moe, torch_ops, triton_kernels
 from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear, route
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
@@ -71,12 +69,4 @@ def moe_experts(
 
 def _kernel(module: str, x: torch.Tensor) -> ModuleType | None:
     """The kernels of a module for tensors where `x` is; None without Triton, and on the CPU."""
-    return _import(module) if x.is_cuda else None
-
-
-@functools.cache
-def _import(module: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"xllm_kernels_npu.{module}")
-    except ImportError:
-        return None
+    return triton_kernels.load(module) if x.is_cuda else None

@@ -5,16 +5,13 @@ Importing needs no torch_npu; calling an operator does (importing torch_npu is w
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 import torch
 
 from xllm_models.ops import npu_moe, torch_moe, torch_ops
 from xllm_models.ops.npu_moe import route
 from xllm_models.ops.npu_quant import dynamic_quant, pack_quantized, quant_matmul
 from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear
+from xllm_models.ops.triton_kernels import load as _kernel
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "dynamic_quant", "linear", "linear_packed", "moe_experts",
            "norm_and_rotate", "pack_linear", "pack_quantized", "quant_matmul", "rms_norm", "rotary", "rotary_pairs",
@@ -99,12 +96,3 @@ def moe_experts(
     every = x.shape[0] <= ALL_EXPERTS_ROWS or torch.npu.is_current_stream_capturing()  # type: ignore[attr-defined]
     compute = torch_moe.moe_experts_of_all if every else torch_moe.moe_experts
     return compute(x, ids, weights, gate_up, down, activation, first_expert, gate_up_bias, down_bias)
-
-
-@functools.cache
-def _kernel(module: str) -> ModuleType | None:
-    """None where triton-ascend is not installed."""
-    try:
-        return importlib.import_module(f"xllm_kernels_npu.{module}")
-    except ImportError:
-        return None
