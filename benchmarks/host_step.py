@@ -7,7 +7,7 @@ the HTTP process, beside the device; its time for the same step is printed on a 
 
 With `--tp N`, N - 1 worker processes get the same steps through the channel that serving uses. A step's device work
 can begin when the slowest rank has filled its buffers, so the time counts until then: encoding, the message's way,
-decoding.
+decoding. One rank alone takes turns with them, and the difference is printed.
 
     python benchmarks/host_step.py [--json] [--steps 400] [--sizes 64,128,256] [--tp 2]
 """
@@ -45,6 +45,7 @@ from xllm_npu.text.tokenizer import Tokenizer
 
 BLOCK, CONTEXT, PROMPT = 128, 2048, 192
 PEERS = "nano-vllm 145 / 250 / 470 us, mini-sglang 1,200 / 2,400 / 4,500, vLLM 0.32 2,700 / 4,800 / 9,600"
+TURN = 20  # steps of one kind in a row, where two kinds are compared
 PARTS = ("schedule", "message", "build", "process", "encode")
 MIB = 2**20
 
@@ -158,19 +159,33 @@ class HostStep:
 
 
 def measure(num_seqs: int, steps: int, tp: int) -> dict[str, float]:
+    """The step with `tp` ranks, and if these are several, what one rank takes in turn with them ("alone")."""
     followers = Followers(tp) if tp > 1 else None
-    host = HostStep(num_seqs, steps, followers)
-    rows = []
-    while len(rows) < steps:
-        decodes, seconds = host.step()
-        if decodes == num_seqs:
-            rows.append(seconds)
+    # The clock of a machine drifts: taking turns, both see all of its moods.
+    hosts = [HostStep(num_seqs, steps, followers)] + ([HostStep(num_seqs, steps)] if followers is not None else [])
+    rows: list[list[list[float]]] = [[] for _ in hosts]
+    while len(rows[0]) < steps:
+        for host, found in zip(hosts, rows):
+            wanted = len(found) + TURN
+            while len(found) < wanted:
+                decodes, seconds = host.step()
+                if decodes == num_seqs:
+                    found.append(seconds)
     if followers is not None:
         followers.close()
-    rows = rows[len(rows) // 4 :]
-    total = sorted(sum(r) for r in rows)
-    parts = {name: statistics.median(r[i] for r in rows) * 1e6 for i, name in enumerate(PARTS)}
-    return {"us": statistics.median(total) * 1e6, "p90": total[int(len(total) * 0.9)] * 1e6, **parts}
+    own, *alone = [found[len(found) // 4 :] for found in rows]
+    total = sorted(sum(r) for r in own)
+    parts = {name: statistics.median(r[i] for r in own) * 1e6 for i, name in enumerate(PARTS)}
+    row = {"us": statistics.median(total) * 1e6, "p90": total[int(len(total) * 0.9)] * 1e6, **parts}
+    if alone:
+        row["alone"] = statistics.median(sum(r) for r in alone[0]) * 1e6
+        turns = zip(*(_medians_by_turn(found) for found in (own, alone[0])))
+        row["above"] = statistics.median(with_ranks - one for with_ranks, one in turns) * 1e6
+    return row
+
+
+def _medians_by_turn(rows: list[list[float]]) -> list[float]:
+    return [statistics.median(map(sum, rows[i : i + TURN])) for i in range(0, len(rows), TURN)]
 
 
 def measure_text(num_seqs: int, steps: int) -> float | None:
@@ -212,6 +227,10 @@ def main() -> None:
     print(f"{'sequences':>10}{'total':>8}{'p90':>8}" + "".join(f"{name:>10}" for name in PARTS))
     for size, row in found.items():
         print(f"{size:>10}{row['us']:>8.0f}{row['p90']:>8.0f}" + "".join(f"{row[name]:>10.0f}" for name in PARTS))
+    for size, row in found.items():
+        if "above" in row:
+            print(f"{size}: {row['above']:.0f} us above one rank, which in turn with it took {row['alone']:.0f} "
+                  f"(median of the differences, {TURN} steps a turn)")
     text = {size: measure_text(size, args.steps) for size in found}
     if None in text.values():
         print(f"HTTP process: not measured, it needs the tokenizer of {DEFAULT_MODEL} (xllm-npu pull)")

@@ -64,9 +64,9 @@ class RingWriter:
             self._map[offset : offset + len(message)] = message
             self._head = begin + len(message)
         self._sent += 1
-        words[_SENT] = self._sent
         for bell in self.bells:
             os.eventfd_write(bell, 1)
+        words[_SENT] = self._sent  # last: a reader that looks for it finds its bell rung and does not sleep
         return begin is not None
 
     def _place(self, length: int, held: int) -> int | None:
@@ -114,7 +114,7 @@ class RingReader:
         """Until there is a message or patience ends, leaving the core to whoever else wants it."""
         words, count = self._words, self._count
         deadline = time.monotonic() + SPIN_SECONDS
-        while words[_SENT] == count and time.monotonic() < deadline:
+        while words[_SENT] <= count and time.monotonic() < deadline:
             os.sched_yield()
 
     def close(self) -> None:
