@@ -18,11 +18,22 @@ def problems(**values) -> str:
 
 def test_rule_2_both_flags_are_off_unless_set():
     kv = settings_from_kwargs(model="m").kv_cache
-    assert (kv.enable_vmm_kvcache, kv.vmm_elastic, kv.vmm_memory_reserve_bytes) == (False, False, 0)
+    assert (kv.enable_vmm_kvcache, kv.enable_vmm_weights, kv.vmm_elastic, kv.vmm_memory_reserve_bytes) == (
+        False, False, False, 0)
     kv = settings_from_kwargs(model="m", enable_vmm_kvcache=True).kv_cache
     assert (kv.enable_vmm_kvcache, kv.vmm_elastic) == (True, False)
-    assert settings_from_kwargs(model="m", enable_vmm_weights=False)  # a launch file may spell the default out
-    assert "is not available in this version" in problems(enable_vmm_weights=True)
+    kv = settings_from_kwargs(model="m", enable_vmm_weights=True, vmm_elastic=True).kv_cache
+    assert (kv.enable_vmm_weights, kv.enable_vmm_kvcache) == (True, False)
+
+
+def test_rule_10_weights_alone_need_elastic_memory():
+    assert "needs --vmm-elastic, or --enable-vmm-kvcache beside it" in problems(enable_vmm_weights=True)
+    assert settings_from_kwargs(model="m", enable_vmm_weights=True, enable_vmm_kvcache=True)
+    assert settings_from_kwargs(model="m", enable_vmm_weights=True, vmm_elastic=True)
+
+
+def test_rule_9_there_is_no_other_backend_than_that_of_language_models():
+    assert "is not available in this version" in problems(enable_vmm_weights=True, vmm_elastic=True, backend="dit")
 
 
 def test_rule_14_flags_override_json(tmp_path):
@@ -33,7 +44,11 @@ def test_rule_14_flags_override_json(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"vmm_elastic": True}, "no meaning without --enable-vmm-kvcache"),
+    ({"vmm_elastic": True}, "no meaning without --enable-vmm-kvcache or --enable-vmm-weights"),
+    ({"enable_vmm_weights": True, "vmm_elastic": True, "nnodes": 2, "tp_size": 2}, "is for one machine"),
+    ({"enable_vmm_weights": True, "vmm_elastic": True, "model_impl": "transformers"}, "allocates its weights itself"),
+    ({"enable_vmm_weights": True, "vmm_elastic": True, "tp_size": 2, "ep_size": 2, "enable_eplb": True},
+     "--enable-eplb moves them"),
     ({"enable_vmm_kvcache": True, "vmm_memory_reserve_bytes": 4096}, "no meaning without --vmm-elastic"),
     ({"max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),
     ({"enable_vmm_kvcache": True, "max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),

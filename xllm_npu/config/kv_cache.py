@@ -33,12 +33,16 @@ class KvCacheSettings(Section):
         default=True, description="share prefixes between requests that are prefilled in the same step"
     )
     enable_vmm_kvcache: bool = Field(default=False, description="keep the KV cache in virtual memory")
+    enable_vmm_weights: bool = Field(
+        default=False, description="keep the weights in virtual memory, so that the model can sleep"
+    )
     vmm_elastic: bool = Field(
-        default=False, description="take memory for the KV cache as requests need it, and give it back after them"
+        default=False, description="take memory for the KV cache as requests need it, and give it back after them; "
+        "weights in virtual memory need it, unless the KV cache is there too"
     )
     vmm_memory_reserve_bytes: ByteCount = Field(
         default=0, ge=0, le=2**50,
-        description="memory that an elastic KV cache leaves free beyond what steps have needed",
+        description="memory that elastic virtual memory leaves free beyond what steps have needed",
     )
     phy_page_granularity_size: ByteCount = Field(
         default=2 * 2**20, ge=4096, le=2**30, description="bytes of a physical page of virtual memory"

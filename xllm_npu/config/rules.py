@@ -89,17 +89,25 @@ def _in_batch_prefix(settings: Settings, spelled: Mapping[str, str]) -> Iterator
 
 def _virtual_memory(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     kv, vmm, elastic = settings.kv_cache, "--enable-vmm-kvcache", "--vmm-elastic"
-    if kv.vmm_elastic and not kv.enable_vmm_kvcache:
-        yield f"{spelled.get('vmm_elastic', elastic)} has no meaning without {vmm}."
+    weights = spelled.get("enable_vmm_weights", "--enable-vmm-weights")
+    if kv.vmm_elastic and not (kv.enable_vmm_kvcache or kv.enable_vmm_weights):
+        yield f"{spelled.get('vmm_elastic', elastic)} has no meaning without {vmm} or {weights}."
+    if kv.enable_vmm_weights and not (kv.enable_vmm_kvcache or kv.vmm_elastic):
+        yield f"{weights} needs {elastic}, or {vmm} beside it."
+    if kv.enable_vmm_weights and settings.model.model_impl == "transformers":
+        yield f"{weights} is for this package's own models: transformers' code allocates its weights itself."
+    if kv.enable_vmm_weights and settings.parallel.enable_eplb:
+        yield f"{weights} keeps weights where they are, and --enable-eplb moves them: give one of them."
     if kv.vmm_memory_reserve_bytes and not kv.vmm_elastic:
         name = "vmm_memory_reserve_bytes"
         yield f"{spelled.get(name, flag(name))} has no meaning without {elastic}."
     if not kv.max_memory_utilization and not (kv.enable_vmm_kvcache and kv.vmm_elastic):
         yield (f"{spelled.get('max_memory_utilization', '--max-memory-utilization')}=0, no limit, is for {vmm} with "
                f"{elastic}: a cache of fixed size needs a share above 0.")
-    if kv.enable_vmm_kvcache and spans_machines(settings):
-        yield (f"{spelled.get('enable_vmm_kvcache', vmm)} is for one machine in this version: leave it out, or "
-               "--nnodes and --placement.")
+    for name in ("enable_vmm_kvcache", "enable_vmm_weights"):
+        if getattr(kv, name) and spans_machines(settings):
+            yield (f"{spelled.get(name, flag(name))} is for one machine in this version: leave it out, or --nnodes and "
+                   "--placement.")
 
 
 def _tls(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:

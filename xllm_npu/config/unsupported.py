@@ -30,7 +30,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rolling_load_num_rolling_slots": (-1,), "enable_prefetch_weight": (False,),
     # KV cache and virtual memory
     "max_linear_state_cache_slots": (0,), "indexer_cache_dtype": ("auto",), "enable_xtensor": (False,),
-    "enable_virtual_memory": (False,), "enable_vmm_weights": (False,),
+    "enable_virtual_memory": (False,),
     # KV store
     "prefetch_timeout": (0,), "prefetch_batch_size": (2,), "layers_wise_copy_batchs": (4,),
     "host_blocks_factor": (0,), "enable_kvcache_store": (False,), "store_protocol": ("tcp",),

@@ -6,6 +6,8 @@ one runs. Knows no policy: what runs is the scheduler's choice.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from xllm_npu.execution.engine_memory import EngineMemory
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
@@ -13,16 +15,25 @@ from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.state.batch import BatchGroup, StepResult
 
 
+class SleepUnavailable(RuntimeError):
+    """This engine cannot sleep as it was started; the message names the setting."""
+
+
 class Engine:
     """One data-parallel rank's workers: the first samples and answers, the others compute along."""
 
     def __init__(
         self, worker: WorkerClient, others: WorkerGroup | None, block_size: int,
-        pages: EngineMemory | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._worker, self._others = worker, others
         self._block_size = block_size
-        self.pages = pages  # behind an elastic KV cache
+        self.memory = memory  # where some of it is virtual and comes and goes
+
+    @property
+    def pages(self) -> EngineMemory | None:
+        """Behind an elastic KV cache."""
+        return self.memory if self.memory is not None and self.memory.elastic_kv else None
 
     def submit(self, group: BatchGroup) -> None:
         message = build_step_input(group.batches[0], group.tables[0], self._block_size)
@@ -47,14 +58,44 @@ class Engine:
         self.submit(group)
         return self.collect()
 
+    def sleep(self, level: int) -> int:
+        """Give back the memory of weights and KV cache; bytes of all ranks. Asleep already, level 2 drops what level 1
+        kept.
+
+        Nothing is in flight, no request has a block, and block pools take and give no page until `wake` of the KV
+        cache. A KV cache that is not in virtual memory stays. Level 1 keeps the weights in host memory, where the
+        device has another; elsewhere they are read from the checkpoint again and must be the same. Level 2 reads them
+        again everywhere. Raises SleepUnavailable, SleepFailed (then all is as before), or MemoryOwnershipLost, which
+        is fatal.
+        """
+        assert level in (1, 2)
+        return self._sleeper().sleep(level)
+
+    def wake(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None:
+        """Take memory back for those of `tags` that sleep, on all ranks or none, and fill the weights.
+
+        Raises SleepUnavailable, PageGrowthRefused (then all is as before), or MemoryOwnershipLost, which is fatal.
+        """
+        self._sleeper().wake(tags)
+
+    def weights_hash(self) -> str:
+        """Of all ranks' weights, bit for bit. Raises SleepUnavailable, or RuntimeError while they sleep."""
+        return self._sleeper().weights_hash()
+
+    def _sleeper(self) -> EngineMemory:
+        if self.memory is None or not self.memory.has_weights:
+            raise SleepUnavailable("Only a model whose weights are in virtual memory can sleep: start it with "
+                                   "--enable-vmm-weights.")
+        return self.memory
+
     def check(self) -> None:
         """Raise how a worker died, if one has: an idle engine hears of it nowhere else."""
         if self._others is not None and self._others.failure is not None:
             raise self._others.failure
 
     def close(self) -> None:
-        if self.pages is not None:
-            self.pages.close()
+        if self.memory is not None:
+            self.memory.close()
         if self._others is not None:
             self._others.close()
         self._worker.close()

@@ -1,4 +1,4 @@
-"""The memory behind an engine's elastic KV cache: the coordinator over all of its ranks, connected."""
+"""The virtual memory of an engine: the coordinator over all of its ranks, connected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class EngineMemory(DistributedVirtualMemoryCoordinator):
 
     def __init__(self, first: WorkerMemoryResources, others: Sequence[WorkerMemoryRpcClient]) -> None:
         self._clients = others
-        super().__init__([LocalWorkerMemory(first), *others], first.layout)
+        super().__init__([LocalWorkerMemory(first), *others], first.layout if first.has_kv else None,
+                         elastic=first.elastic, has_weights=first.weights is not None)
 
     def close(self) -> None:
         for client in self._clients:
@@ -27,8 +28,8 @@ class EngineMemory(DistributedVirtualMemoryCoordinator):
 def connect_memory(
     first: WorkerMemoryResources | None, others: Sequence[WorkerReady], group: WorkerGroup | None
 ) -> EngineMemory | None:
-    """None where the KV cache is not elastic. Raises what a rank answers that cannot be reached."""
-    if first is None or not first.elastic:
+    """None where nothing ever changes. Raises what a rank answers that cannot be reached."""
+    if first is None or not first.takes_calls:
         return None
 
     def check() -> None:

@@ -23,6 +23,7 @@ from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.virtual_kv import VirtualKV, plan_virtual_kv
 from xllm_npu.memory.kv_capacity import CacheRequest, CacheTooSmall, longest_sequence, num_kv_blocks
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +133,13 @@ class CachePlan:
 
 def plan_cache(
     settings: Settings, rank: Rank, platform: Platform, backend: type[PagedBackend], spec: Any,
-    config: ModelConfig, shape: StepShape, graph_bytes: int = 0,
+    config: ModelConfig, shape: StepShape, graph_bytes: int = 0, weights: WorkerMemoryResources | None = None,
 ) -> CachePlan:
-    """Leaves `graph_bytes` to graphs."""
+    """Leaves `graph_bytes` to graphs. `weights`: the virtual memory that they are in, if they are."""
     kv, memory = settings.kv_cache, platform.memory_info()
     explicit = "max_memory_utilization" in kv.model_fields_set
-    sharers = rank.ranks_here if platform.capabilities.shared_memory else 1
-    workspace = _workspace_bytes(config, shape, settings.parallel.dp_size)
+    sharers = num_sharers(rank, platform)
+    workspace = workspace_bytes(config, shape, settings.parallel.dp_size)
     elastic, blocks = kv.enable_vmm_kvcache and kv.vmm_elastic, 0
     if not elastic:
         blocks = num_kv_blocks(CacheRequest(
@@ -152,7 +153,8 @@ def plan_cache(
     if kv.enable_vmm_kvcache:
         virtual = plan_virtual_kv(
             kv, platform, backend, spec, sharers=sharers, blocks=blocks,
-            most_blocks=-(-shape.max_model_len // shape.block_size) * shape.max_seqs + 1, workspace_bytes=workspace)
+            most_blocks=-(-shape.max_model_len // shape.block_size) * shape.max_seqs + 1, workspace_bytes=workspace,
+            memory=weights)
         blocks, usable = virtual.num_blocks, virtual.usable_blocks
     return CachePlan(blocks, _fitting_shape(settings, shape, usable), virtual)
 
@@ -172,7 +174,12 @@ def _fitting_shape(settings: Settings, shape: StepShape, blocks: int) -> StepSha
     return dataclasses.replace(shape, max_model_len=longest)
 
 
-def _workspace_bytes(config: ModelConfig, shape: StepShape, dp_size: int) -> int:
+def num_sharers(rank: Rank, platform: Platform) -> int:
+    """Ranks that take from the memory that this one sees."""
+    return rank.ranks_here if platform.capabilities.shared_memory else 1
+
+
+def workspace_bytes(config: ModelConfig, shape: StepShape, dp_size: int) -> int:
     """A generous bound on what the largest step needs beside weights and cache: activations, logits, sampling."""
     widest = config.hidden_size * 6 + config.intermediate_size * 3 + config.attention_width
     experts = 0

@@ -36,13 +36,16 @@ from xllm_npu.execution.load_plan import (
     choose_attention,
     choose_dtype,
     graph_sizes,
+    num_sharers,
     plan_cache,
     prefill_graph_sizes,
     step_shape,
+    workspace_bytes,
 )
 from xllm_npu.execution.model_loader import load_model_weights, read_config
 from xllm_npu.execution.rank import Rank, is_coupled
 from xllm_npu.execution.sampling_state import SamplingState
+from xllm_npu.execution.virtual_weights import CheckpointLoader, build_over_pages, make_sleepy
 from xllm_npu.execution.warm_up import warm_up
 from xllm_npu.execution.worker import Worker, WorkerParts
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
@@ -58,7 +61,7 @@ class LoadedWorker:
     worker: Worker
     ready: EngineReady  # num_kv_blocks does not count the dummy
     tokenizer_dir: Path
-    memory: WorkerMemoryResources | None = None  # where the KV cache is in virtual memory
+    memory: WorkerMemoryResources | None = None  # where weights or KV cache are in virtual memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,24 +112,25 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     """Model, KV cache, graphs, warm-up."""
     settings, platform, config, parallel = start.settings, start.platform, start.config, start.parallel
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
-    model = build_model(config, dtype=start.dtype, device=platform.device(), kernels=platform.capabilities.kernels,
-                        parallel=parallel)
+    model, weight_memory = _build(start)
     backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
     weights = load_model_weights(
         settings, model, start.resolved.path, start.rank.tp_rank,
         lambda done, total: progress(EngineProgress("Loading weights", done, total, "bytes")))
+    if weight_memory is not None:
+        make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank))
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
     sizes = GraphSizes(graph_sizes(settings, platform, backend, shape), prefill_graph_sizes(settings, platform, shape))
     sizes, graph_bytes = _plan_graphs(start, model, backend, spec, shape, sizes, progress)
-    planned = plan_cache(settings, start.rank, platform, backend, spec, config, shape, graph_bytes)
+    planned = plan_cache(settings, start.rank, platform, backend, spec, config, shape, graph_bytes, weight_memory)
     plan = _agree(parallel, platform, planned)
     shape = plan.shape
     attention = backend(spec)
-    memory = None if plan.virtual is None else plan.virtual.resources()
-    attention.allocate_kv_caches(plan.blocks, None if memory is None else memory.kv.new_cache)
+    memory = weight_memory if plan.virtual is None else plan.virtual.resources()
+    attention.allocate_kv_caches(plan.blocks, memory.kv.new_cache if memory is not None and memory.has_kv else None)
     model.bind_attention(attention)
     model.reserve_positions(shape.max_model_len)
     worker = _assemble(start, model, attention, balancer, shape, sizes, progress)
@@ -138,9 +142,29 @@ def _load(start: _Start, progress: Progress) -> LoadedWorker:
     progress(EngineProgress("Warming up", 1, 1))
     cache = plan.blocks, plan.blocks * backend.kv_bytes_per_block(spec)
     ready = _describe(start, model, shape, weights, cache, sizes)
-    if memory is not None and memory.elastic:
+    if memory is not None and memory.elastic and memory.has_kv:
         ready.elastic_kv_cache, ready.num_kv_blocks = True, memory.layout.num_whole_blocks - 1
     return LoadedWorker(worker, ready, start.resolved.tokenizer_dir, memory)
+
+
+def _build(start: _Start) -> tuple[Any, WorkerMemoryResources | None]:
+    """A model without its weights, and the virtual memory that these lie in if they do."""
+    settings, platform, config = start.settings, start.platform, start.config
+
+    def build() -> Any:
+        return build_model(config, dtype=start.dtype, device=platform.device(), kernels=platform.capabilities.kernels,
+                           parallel=start.parallel)
+
+    def block_bytes(model: Any) -> int:
+        backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
+        spec = model.attention_spec(settings.kv_cache.block_size)
+        return backend.kv_bytes_per_block(spec) // backend.num_kv_caches(spec)
+
+    if not settings.kv_cache.enable_vmm_weights:
+        return build(), None
+    shape = step_shape(settings, config, platform)
+    return build_over_pages(settings, platform, build, block_bytes, sharers=num_sharers(start.rank, platform),
+                            workspace_bytes=workspace_bytes(config, shape, settings.parallel.dp_size))
 
 
 def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:

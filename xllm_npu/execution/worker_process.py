@@ -77,7 +77,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                 rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
     loaded = load_worker(settings, rank, lambda _: None)
     memory = None
-    if loaded.memory is not None and loaded.memory.elastic:
+    if loaded.memory is not None and loaded.memory.takes_calls:
         memory = WorkerMemoryRpcServer(init.memory, loaded.memory)
     reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
                               weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds,

@@ -57,6 +57,11 @@ class VirtualKVCacheRegions:
         """The physical pages that were mapped at the offset."""
         return [region.unmap(offset) for region in self._regions]
 
+    @property
+    def mapped_offsets(self) -> list[int]:
+        """Byte offsets of the virtual pages that are mapped."""
+        return list(self._regions[0].mapped_offsets)
+
     def zero(self, offset: int) -> None:
         """Clear a page that is mapped, in every region."""
         import torch

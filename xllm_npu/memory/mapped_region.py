@@ -6,7 +6,7 @@ where pages are mapped. Knows bytes; no shapes of caches, no policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from xllm_npu.memory.physical_pages import PhysicalPagePool
@@ -28,6 +28,10 @@ class MappedVirtualMemoryRegion:
     @property
     def mapped_bytes(self) -> int:
         return len(self._pages) * self._pool.page_bytes
+
+    @property
+    def mapped_offsets(self) -> Iterable[int]:
+        return self._pages.keys()
 
     def page_at(self, offset: int) -> int:
         """The physical page that is mapped at a byte offset."""

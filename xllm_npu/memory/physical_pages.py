@@ -1,8 +1,8 @@
 """Physical pages by stable ids: `num_pages` slots, each backed by a handle of the driver or not.
 
 Elastic pools create a handle when a slot is taken and release it when the slot comes back; fixed ones create all at
-once and keep them. A slot is active once growth has reached it; ids never change and pages never move. Knows handles
-and bytes; no addresses, no budget, no KV cache, no weights.
+once and keep them, unless who gives pages back wants their memory released. A slot is active once growth has reached
+it; ids never change and pages never move. Knows handles and bytes; no addresses, no budget, no KV cache, no weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ class PhysicalPagePool:
         if not elastic:
             self._create(self._free)
 
+    def extend(self, count: int) -> None:
+        """So many more slots, with ids above those there are. Raises OutOfMemoryError if the pool is fixed and they do
+        not fit; nothing has changed then.
+        """
+        more = range(self.num_pages, self.num_pages + count)
+        if not self.elastic:
+            self._create(more)
+        self._free += more  # still a heap: they are the largest
+        self.num_pages += count
+
     @property
     def num_taken(self) -> int:
         return len(self._taken)
@@ -47,21 +57,20 @@ class PhysicalPagePool:
         if count > len(self._free):
             raise OutOfMemoryError(f"{count} physical pages are wanted and {len(self._free)} of {self.num_pages} left.")
         pages = [heapq.heappop(self._free) for _ in range(count)]
-        if self.elastic:
-            try:
-                self._create(pages)
-            except BaseException:
-                for page in pages:
-                    heapq.heappush(self._free, page)
-                raise
+        try:
+            self._create([page for page in pages if page not in self._handles])
+        except BaseException:
+            for page in pages:
+                heapq.heappush(self._free, page)
+            raise
         self._taken.update(pages)
         return pages
 
-    def give(self, pages: Sequence[int]) -> None:
-        """Pages that are mapped nowhere."""
+    def give(self, pages: Sequence[int], *, release: bool = False) -> None:
+        """Pages that are mapped nowhere. `release`: their memory too, though the pool is fixed."""
         for page in pages:
             assert page in self._taken, f"page {page} was not taken"
-            if self.elastic:
+            if self.elastic or release:
                 self.driver.release_page(self._handles[page])
                 del self._handles[page]
             self._taken.remove(page)
@@ -90,6 +99,7 @@ class PhysicalPagePool:
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         assert not self._taken & set(self._free), "a page is free and taken"
         assert len(self._taken) + len(self._free) == self.num_pages, "pages are lost"
-        resident = self._taken if self.elastic else set(range(self.num_pages))
-        assert self._handles.keys() == resident, "other pages are resident than should be"
+        assert self._handles.keys() >= self._taken, "pages that are taken are not resident"
+        assert not self.elastic or self._handles.keys() == self._taken, "pages are resident that nobody has taken"
+        assert self._handles.keys() <= set(range(self.num_pages))
         assert len(set(self._handles.values())) == len(self._handles), "two pages share a handle"

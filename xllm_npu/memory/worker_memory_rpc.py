@@ -15,13 +15,14 @@ import msgspec
 import zmq
 
 from xllm_npu.memory.ownership import MemoryOwnershipLost
-from xllm_npu.memory.worker_memory import MemoryCall, perform
+from xllm_npu.memory.worker_memory import LONG_VERBS, MemoryCall, perform
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 60.0  # a worker may be busy with a step for that long while its memory thread waits for the device
+LONG_CALL_SECONDS = 3600.0  # for one that moves all weights, perhaps from a slow disk
 POLL_MS = 200
 
 
@@ -77,24 +78,26 @@ class WorkerMemoryRpcClient:
 
     def __init__(self, endpoint: str, rank: int, check: Callable[[], None], timeout: float = CALL_SECONDS) -> None:
         self._rank, self._check, self._timeout = rank, check, timeout
+        self._wait = self._deadline = 0.0  # seconds, of the call that is under way
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
         self._socket.connect(endpoint)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(MemoryReply)
 
     def start(self, call: MemoryCall) -> None:
+        self._wait = LONG_CALL_SECONDS if call.verb in LONG_VERBS else self._timeout
+        self._deadline = time.monotonic() + self._wait
         try:
             self._socket.send(self._encoder.encode(call), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it owes an answer, or nobody is there
             raise WorkerMemoryUnreachable(f"The memory of rank {self._rank} takes no call: {error}") from error
 
     def finish(self) -> int:
-        deadline = time.monotonic() + self._timeout
         while not self._socket.poll(POLL_MS):
             self._check()
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._deadline:
                 raise WorkerMemoryUnreachable(f"The memory of rank {self._rank} did not answer within "
-                                              f"{self._timeout:.0f} s.")
+                                              f"{self._wait:.0f} s.")
         reply = self._decoder.decode(self._socket.recv())
         if reply.lost:
             raise MemoryOwnershipLost(f"Rank {self._rank}: {reply.failure}")

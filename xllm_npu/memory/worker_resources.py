@@ -1,14 +1,16 @@
-"""One worker's memory: the physical pages of its device, the KV regions over them, and transactions on both.
+"""One worker's memory: the physical pages of its device, weights and KV regions over them, and growth of the latter.
 
 Growth goes prepare, commit, or abort. Preparing checks the device and takes physical pages; committing checks again and
-maps them; aborting undoes either, and may be asked for a transaction of which nothing was heard. Knows no RPC and
-no other worker.
+maps them; aborting undoes either, and may be asked for a transaction of which nothing was heard. Sleep and wake-up are
+worker_residency.py's, over the same pages. Knows no RPC and no other worker.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from xllm_platform.base import OutOfMemoryError, PlatformError, VirtualMemoryDriver
 
@@ -16,57 +18,138 @@ from xllm_npu.memory.growth import GrowthRule
 from xllm_npu.memory.kv_regions import VirtualKVCacheRegions
 from xllm_npu.memory.ownership import undoing
 from xllm_npu.memory.physical_pages import PhysicalPagePool
+from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE, PageGrowthRefused
 from xllm_npu.state.kv_cache.page_layout import PageLayout
+
+if TYPE_CHECKING:
+    from xllm_models.weight_memory import WeightLayout
+
+    from xllm_npu.memory.worker_residency import WorkerResidency
 
 
 class WorkerMemoryResources:
     def __init__(
-        self, driver: VirtualMemoryDriver, layout: PageLayout, growth: GrowthRule | None,
-        synchronize: Callable[[], None], select_device: Callable[[], None] = lambda: None,
+        self, driver: VirtualMemoryDriver, layout: PageLayout | None, growth: GrowthRule | None,
+        synchronize: Callable[[], None], select_device: Callable[[], None] = lambda: None, *, page_bytes: int = 0,
     ) -> None:
-        """`growth` None: a fixed arena, resident and mapped from now on; else only the page of the dummy block is.
+        """`growth` None: fixed arenas, resident from the start. With a `layout` the KV cache is opened at once.
 
-        `synchronize` waits for the device's work; `select_device` is called once by each thread that comes. Raises
-        OutOfMemoryError or PageGrowthRefused if that does not fit.
+        Without one there is nothing yet but a pool of pages of `page_bytes`. `synchronize` waits for the device's work;
+        `select_device` is called once by each thread that comes. Raises what `open_kv` raises.
         """
-        self.layout = layout
-        self.pool = PhysicalPagePool(driver, layout.page_bytes, layout.num_pages * layout.num_regions,
-                                     elastic=growth is not None)
-        self.kv = VirtualKVCacheRegions(self.pool, layout)
+        self.pool = PhysicalPagePool(driver, layout.page_bytes if layout else page_bytes, 0, elastic=growth is not None)
+        self.weights: WeightRegion | None = None
+        self.residency: WorkerResidency | None = None  # where weights are in virtual memory and can sleep
+        self._layout: PageLayout | None = None
+        self._kv: VirtualKVCacheRegions | None = None
         self._growth, self._synchronize, self._select_device = growth, synchronize, select_device
         self._thread = threading.local()
         self._zero = not driver.new_pages_are_zero
         self._lock = threading.RLock()
         self._prepared: dict[int, tuple[list[int], list[list[int]]]] = {}  # transaction -> offsets, pages of each
         self._committed: tuple[int, list[int]] = (-1, [])  # the last one that was, and its offsets
-        if growth is not None:
-            growth.check(layout.total_page_bytes, 0)
-        for page in range(layout.num_pages) if growth is None else (PINNED_PAGE,):
-            self._publish([layout.offset_of(page)], [self.pool.take(layout.num_regions)])
+        if layout is not None:
+            self.open_kv(layout)
+
+    # What there is
+
+    def open_weights(self, layout: WeightLayout) -> WeightRegion:
+        """Addresses and pages for weights, before the KV cache is opened. Raises OutOfMemoryError or PageGrowthRefused
+        if they do not fit.
+        """
+        assert self.weights is None
+        assert self._kv is None
+        region = WeightRegion(self.pool, layout)
+        try:
+            self.check_growth(region.num_pages * self.pool.page_bytes)
+            self.pool.extend(region.num_pages)
+            pages = self.pool.take(region.num_pages)
+            try:
+                region.map(pages)
+            except BaseException:
+                self.pool.give(pages)
+                raise
+        except BaseException:
+            region.close()
+            raise
+        self.weights = region
+        return region
+
+    def open_kv(self, layout: PageLayout) -> VirtualKVCacheRegions:
+        """A fixed cache is mapped from now on; of an elastic one only the page of the dummy block is. Raises
+        OutOfMemoryError or PageGrowthRefused if that does not fit.
+        """
+        assert layout.page_bytes == self.pool.page_bytes
+        self.check_growth(layout.total_page_bytes)
+        self.pool.extend(layout.num_pages * layout.num_regions)
+        self._layout, self._kv = layout, VirtualKVCacheRegions(self.pool, layout)
+        for offset in self.kv_offsets_at_rest:
+            self.publish_kv([offset], [self.pool.take(layout.num_regions)])
+        return self._kv
+
+    @property
+    def layout(self) -> PageLayout:
+        """Of the KV cache, which is in virtual memory."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def kv(self) -> VirtualKVCacheRegions:
+        assert self._kv is not None
+        return self._kv
+
+    @property
+    def has_kv(self) -> bool:
+        return self._kv is not None
+
+    @property
+    def num_regions(self) -> int:
+        """Physical pages of one virtual page of the KV cache; 0 without one."""
+        return 0 if self._layout is None else self._layout.num_regions
 
     @property
     def elastic(self) -> bool:
         return self._growth is not None
 
     @property
+    def growth(self) -> GrowthRule | None:
+        return self._growth
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether pages come or go while the worker runs."""
+        return self.elastic or self.weights is not None
+
+    @property
     def committed_bytes(self) -> int:
         return self.pool.resident_bytes
 
-    def growable_pages(self) -> int:
-        """Virtual pages that this device would still back now."""
+    # Growth of the KV cache
+
+    def growable_bytes(self) -> int:
+        """What this device would still give now; 0 where nothing grows."""
         if self._growth is None:
             return 0
         self._enter()
         with self._lock:
-            return max(0, self._growth.growable_bytes(self.committed_bytes) // self.layout.total_page_bytes)
+            return max(0, self._growth.growable_bytes(self.committed_bytes))
+
+    def growable_pages(self) -> int:
+        """Virtual pages that this device would still back now."""
+        return self.growable_bytes() // self.layout.total_page_bytes if self.has_kv else 0
+
+    def check_growth(self, more: int) -> None:
+        """Raises PageGrowthRefused unless `more` bytes may be taken. With 0: that what was taken leaves enough."""
+        if self._growth is not None:
+            self._growth.check(more, self.committed_bytes)
 
     def prepare(self, transaction: int, offsets: Sequence[int]) -> None:
         """Take physical pages for these offsets. Raises PageGrowthRefused, and then has taken none."""
         assert self._growth is not None, "a fixed arena does not grow"
         self._enter()
         with self._lock:
-            self._growth.check(len(offsets) * self.layout.total_page_bytes, self.committed_bytes)
+            self.check_growth(len(offsets) * self.layout.total_page_bytes)
             regions = self.layout.num_regions
             try:
                 pages = self.pool.take(len(offsets) * regions)
@@ -82,8 +165,8 @@ class WorkerMemoryResources:
         with self._lock:
             offsets, pages = self._prepared[transaction]
             try:
-                self._growth.check(0, self.committed_bytes)
-                self._publish(offsets, pages)
+                self.check_growth(0)
+                self.publish_kv(offsets, pages)
             except (PageGrowthRefused, PlatformError) as error:
                 self.abort(transaction)
                 if isinstance(error, PageGrowthRefused):
@@ -113,13 +196,33 @@ class WorkerMemoryResources:
             for offset in offsets:
                 self.pool.give(self.kv.unmap(offset))
 
-    def _enter(self) -> None:
-        """Devices are selected a thread at a time, and calls come from several."""
-        if not getattr(self._thread, "entered", False):
-            self._select_device()
-            self._thread.entered = True
+    # For sleep and wake-up
 
-    def _publish(self, offsets: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+    @property
+    def kv_offsets_at_rest(self) -> list[int]:
+        """What is mapped of the KV cache while no request is there."""
+        if self._layout is None:
+            return []
+        pages = (PINNED_PAGE,) if self.elastic else range(self._layout.num_pages)
+        return [self._layout.offset_of(page) for page in pages]
+
+    @property
+    def kv_is_mapped(self) -> bool:
+        return self._kv is not None and bool(self._kv.mapped_offsets)
+
+    def check_kv_at_rest(self) -> None:
+        """Raises RuntimeError if there are pages of requests."""
+        if self.kv_is_mapped and sorted(self.kv.mapped_offsets) != self.kv_offsets_at_rest:
+            raise RuntimeError("Pages of the KV cache are in use.")
+
+    def drop_kv(self) -> None:
+        """Give all pages of the KV cache back, in a fixed arena too."""
+        if self._kv is not None:
+            for offset in self._kv.mapped_offsets:
+                self.pool.give(self._kv.unmap(offset), release=True)
+
+    def publish_kv(self, offsets: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Map pages that were taken, and clear them where the driver does not; all or none."""
         done: list[int] = []
         try:
             for offset, group in zip(offsets, pages, strict=True):
@@ -131,24 +234,63 @@ class WorkerMemoryResources:
                 self._synchronize()
         except BaseException:
             with undoing("A mapping"):
-                for offset in done:
-                    self.kv.unmap(offset)
+                self.unpublish_kv(done)
             raise
+
+    def unpublish_kv(self, offsets: Sequence[int]) -> None:
+        """End mappings; the pages stay taken."""
+        for offset in offsets:
+            self.kv.unmap(offset)
+
+    def synchronize(self) -> None:
+        self._synchronize()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Nobody else changes anything meanwhile; the device is selected."""
+        self._enter()
+        with self._lock:
+            yield
+
+    def on_device(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` for a thread that has not selected the device."""
+
+        def run() -> None:
+            self._select_device()
+            work()
+
+        return run
+
+    def _enter(self) -> None:
+        """Devices are selected a thread at a time, and calls come from several."""
+        if not getattr(self._thread, "entered", False):
+            self._select_device()
+            self._thread.entered = True
 
     def close(self) -> None:
         """Give everything back; no tensor over it may be used any more."""
         self._enter()
         with self._lock:
             self._synchronize()
+            if self.residency is not None:
+                self.residency.give_up()
             for transaction in list(self._prepared):
                 self.abort(transaction)
-            self.pool.give(self.kv.close())
+            for region in (self._kv, self.weights):
+                if region is not None:
+                    self.pool.give(region.close())
             self.pool.close()
 
     def check_integrity(self) -> None:
         with self._lock:
             self.pool.check_integrity()
-            self.kv.check_integrity()
             prepared = sum(len(group) for _, pages in self._prepared.values() for group in pages)
-            mapped = sum(region.mapped_bytes for region in self.kv._regions) // self.layout.page_bytes
-            assert self.pool.num_taken == prepared + mapped, "physical pages are taken and not mapped"
+            mapped = 0
+            if self._kv is not None:
+                self._kv.check_integrity()
+                mapped += len(self._kv.mapped_offsets) * self.num_regions
+            if self.weights is not None:
+                self.weights.check_integrity()
+                mapped += len(self.weights.pages())
+            moving = 0 if self.residency is None else self.residency.pages_in_transit
+            assert self.pool.num_taken == prepared + mapped + moving, "physical pages are taken and not mapped"

@@ -59,9 +59,9 @@ class LogitsHead(ParallelLinear):
         return {f"{name}.weight": Placement(self.weight, whole, (), 0, self.group.rank, self.group.size)}
 
     def finalize(self) -> None:
-        if self.tied:
+        if self.tied and not self.stays_plain:
             self.packed = self.ops.pack_linear(self.weight)
-        else:
+        elif not self.tied:
             super().finalize()
 
     def allocate(self) -> None:

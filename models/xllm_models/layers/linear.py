@@ -3,7 +3,7 @@
 Column-parallel layers split outputs, row-parallel ones split inputs and sum over ranks; fused layers hold several
 checkpoint matrices below each other. Weights are allocated without being initialised. `finalize()` exchanges the
 plain weight for the operator set's packed form, if it has one; `allocate()` brings an empty plain one back, to be
-loaded again. Knows no architecture.
+loaded again. Weights that lie in memory of somebody's (see weight_memory) stay plain. Knows no architecture.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from xllm_platform.collectives import all_reduce
 from xllm_platform.parallel import Group
 
 from xllm_models.placement import Placement
+from xllm_models.weight_memory import empty_weight, weights_stay
 
 
 class ParallelLinear(nn.Module):
@@ -34,18 +35,23 @@ class ParallelLinear(nn.Module):
         self.weight = empty_parameter((out_features, in_features), dtype, device)
         self.bias = empty_parameter((out_features,), dtype, device) if bias else None
         self.packed: torch.Tensor | None = None
+        self.stays_plain = weights_stay()
         self.adds_bias = True
         number = next(_numbers)
         self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
         _layers[number] = self
 
     def finalize(self) -> None:
+        if self.stays_plain:
+            return
         self.packed = self.ops.pack_linear(self.weight)
         if self.packed is not None:
             self.weight.data = self.weight.data.new_empty(0)
 
     def allocate(self) -> None:
         """A plain weight to load into, after `finalize` has dropped it."""
+        if self.stays_plain:
+            return
         self.packed = None
         self.weight.data = self.weight.data.new_empty(self.out_features, self.in_features)
 
@@ -137,7 +143,7 @@ class RowLinear(ParallelLinear):
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(empty_weight(shape, dtype, device), requires_grad=False)
 
 
 _numbers = itertools.count()

@@ -10,6 +10,7 @@ from torch import nn
 from xllm_models.layers.linear import ParallelLinear
 from xllm_models.moe_config import MoeConfig
 from xllm_models.placement import Placement
+from xllm_models.weight_memory import empty_weight
 
 
 class Router(nn.Module):
@@ -24,7 +25,7 @@ class Router(nn.Module):
         self.moe, self.ops = moe, ops
         self.dtype = torch.float32 if moe.float32_logits else dtype
         self.linear = ParallelLinear(hidden_size, moe.num_experts, moe.bias, ops=ops, dtype=self.dtype, device=device)
-        bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device) if moe.correction_bias else None
+        bias = empty_weight((moe.num_experts,), torch.float32, device) if moe.correction_bias else None
         self.register_buffer("correction_bias", bias)  # no parameter: those may be rounded to 16 bits
 
     def placements(self, name: str, correction_bias: str) -> dict[str, Placement]:

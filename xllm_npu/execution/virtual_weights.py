@@ -1,0 +1,81 @@
+"""Weights in virtual memory, between settings and a model: planned, opened before anything else takes memory, reloaded.
+
+A model is built twice: once without memory, which says how large its weights are and where each will lie, and once over
+the pages that were taken for them. What a third-party architecture allocates past the hook of xllm_models.weight_memory
+is refused, since it would not sleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xllm_models.weight_memory import WeightLayout, allocating_in
+from xllm_models.weights.source import open_source
+from xllm_platform.base import OutOfMemoryError, Platform
+
+from xllm_npu.config.settings import Settings
+from xllm_npu.execution.model_loader import LoadError, load_model_weights
+from xllm_npu.execution.virtual_kv import growth_rule, kv_page_bytes, open_driver, selecting
+from xllm_npu.memory.weight_contents import SleepOptions
+from xllm_npu.memory.worker_residency import WorkerResidency
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+
+Build = Callable[[], Any]
+
+
+def build_over_pages(
+    settings: Settings, platform: Platform, build: Build, block_bytes: Callable[[Any], int], *, sharers: int,
+    workspace_bytes: int,
+) -> tuple[Any, WorkerMemoryResources]:
+    """(a model whose weights lie in pages and are not loaded yet, those pages and what else will come of them).
+
+    `block_bytes` of a model: what a KV block takes in one region. Raises LoadError if the weights do not fit, or if the
+    model keeps some elsewhere.
+    """
+    kv, planned = settings.kv_cache, WeightLayout()
+    driver = open_driver(kv, platform)
+    with allocating_in(planned):
+        probe = build()
+    size = kv.phy_page_granularity_size
+    if kv.enable_vmm_kvcache:
+        size = kv_page_bytes(kv, driver, block_bytes(probe))
+    growth = growth_rule(kv, platform, sharers, workspace_bytes) if kv.vmm_elastic else None
+    memory = WorkerMemoryResources(driver, None, growth, platform.synchronize, selecting(platform), page_bytes=size)
+    try:
+        region = memory.open_weights(planned)
+    except (OutOfMemoryError, PageGrowthRefused) as error:
+        raise LoadError(f"The weights take {planned.size:,} bytes of virtual memory, which cannot be had: {error} "
+                        "Raise max_cache_size or max_memory_utilization if they are set, or free memory.") from error
+    with allocating_in(region):
+        model = build()
+    assert region.complete, "the model has allocated fewer weights than were planned"
+    outside = [name for name, tensor in model.state_dict(keep_vars=True).items() if not region.contains(tensor)]
+    if outside:
+        raise LoadError(f"{type(model).__name__} keeps {outside[0]} and {len(outside) - 1} other tensors outside of "
+                        "virtual memory: leave --enable-vmm-weights out.")
+    return model, memory
+
+
+class CheckpointLoader:
+    """A `WeightLoader`: the same files once more, into the same weights."""
+
+    def __init__(self, settings: Settings, model: Any, path: Path, rank: int) -> None:
+        self._settings, self._model, self._path, self._rank = settings, model, path, rank
+
+    def check(self) -> None:
+        if self._settings.model.load_format != "dummy":
+            open_source(self._path)
+
+    def load(self) -> None:
+        load_model_weights(self._settings, self._model, self._path, self._rank, lambda done, total: None)
+
+
+def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: CheckpointLoader) -> None:
+    """From now on this worker can sleep. Its weights are loaded."""
+    capabilities = platform.capabilities
+    memory.residency = WorkerResidency(memory, SleepOptions(
+        loader=loader, host_copy=not capabilities.shared_memory, pinned=capabilities.pinned_memory,
+        empty_cache=platform.empty_cache))
