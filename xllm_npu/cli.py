@@ -85,6 +85,7 @@ class Verb:
     run: Callable[[Loaded, Any], int]
     options: type[Section]
     sections: tuple[str, ...] | None = None  # what its help shows; None: all
+    several_models: bool = False  # whether it takes more than one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +133,7 @@ def _dispatch(words: list[str]) -> int:
         return DONE
     # --json is what people type; the option cannot have that name in a pydantic model.
     rest[:until] = ["--json-output" if word == "--json" else word for word in rest[:until]]
-    loaded, options = load(rest, options=VERBS[name].options)
+    loaded, options = load(rest, options=VERBS[name].options, several_models=VERBS[name].several_models)
     return VERBS[name].run(loaded, options)
 
 
@@ -184,7 +185,7 @@ def _serve(loaded: Loaded, options: ServeOptions) -> int:
         return run_node(loaded.settings)
     from xllm_npu.service.server import run_server
 
-    return run_server(loaded.settings)
+    return run_server(loaded.models)
 
 
 def _look_around(loaded: Loaded) -> None:
@@ -367,12 +368,14 @@ def _kernels(loaded: Loaded, options: ReportOptions) -> int:
 
 
 VERBS: dict[str, Verb] = {
-    "serve": Verb("Serve a model over the OpenAI HTTP API", _serve, ServeOptions),
+    "serve": Verb("Serve models over the OpenAI HTTP API", _serve, ServeOptions, several_models=True),
     "generate": Verb("Generate text in this process", _generate, GenerateOptions, ENGINE_SECTIONS),
     "bench": Verb("Measure prefill and decode in this process", _bench, BenchOptions, ENGINE_SECTIONS),
     "pull": Verb("Get a model and print where it lies", _pull, PullOptions, ("model",)),
-    "config": Verb("Print every setting and where it came from", _config, ReportOptions),
-    "doctor": Verb("Say whether this machine can serve, and what is missing", _doctor, ReportOptions),
+    "config": Verb("Print every setting and where it came from", _config, ReportOptions, several_models=True),
+    "doctor": Verb(
+        "Say whether this machine can serve, and what is missing", _doctor, ReportOptions, several_models=True
+    ),
     "kernels": Verb("List the Ascend kernels with the on-chip memory they take", _kernels, ReportOptions),
 }
 

@@ -114,8 +114,6 @@ class Metrics:
         # Bound once: these are called for every step of every request.
         self._observe_interval = self._histograms["inter_token_latency_seconds"].observe
         self._observe_step = self._histograms["iteration_tokens_total"].observe
-        self._registry = CollectorRegistry()
-        self._registry.register(_View(self))
 
     def set_model(self, model_name: str, cache_configs: Sequence[Mapping[str, object]] = ({},)) -> None:
         """One of `cache_configs` for each engine; they become the labels of cache_config_info: block_size, ..."""
@@ -182,7 +180,7 @@ class Metrics:
         return self._histograms[name]
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        return render([self])
 
     def families(self) -> Iterator[Metric]:
         labels, values = ["model_name"], [self._model_name]
@@ -244,11 +242,23 @@ class Metrics:
         return family
 
 
+def render(all_metrics: Sequence[Metrics]) -> bytes:
+    """Several models' metrics as one text: each family once, with every model's samples."""
+    registry = CollectorRegistry()
+    registry.register(_View(all_metrics))
+    return generate_latest(registry)
+
+
 class _View(Collector):
     """The registry's way in."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, all_metrics: Sequence[Metrics]) -> None:
+        self._all_metrics = all_metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.families()
+        merged: dict[str, Metric] = {}
+        for family in (family for metrics in self._all_metrics for family in metrics.families()):
+            first = merged.setdefault(family.name, family)
+            if first is not family:
+                first.samples.extend(family.samples)
+        return merged.values()

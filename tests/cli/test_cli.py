@@ -153,7 +153,7 @@ def test_serve_hands_over_the_settings_and_its_exit_code(monkeypatch, capsys, tm
     dump = tmp_path / "d.json"
     words = ["serve", "m", "--port=5", "--enable-dump-config-json", f"--dump-config-json-file={dump}"]
     assert cli.main(words) == 7
-    assert (seen[0].model.model, seen[0].service.port) == ("m", 5)
+    assert [(one.model.model, one.service.port) for one in seen[0]] == [("m", 5)]
     assert json.loads(dump.read_text()) == {"model": "m", "port": 5}
 
 

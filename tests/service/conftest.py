@@ -9,7 +9,8 @@ import pytest
 
 from tests.service.fake_master import FakeMaster
 from xllm_npu.config.service import ServiceSettings
-from xllm_npu.config.settings import Settings
+from xllm_npu.config.settings import Settings, served_model_names
+from xllm_npu.master.model_set import ModelSet, ServedModel
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import create_app
 from xllm_npu.service.listener import listen, url_of
@@ -21,8 +22,13 @@ def make_settings(**service: object) -> Settings:
     return Settings(service=ServiceSettings(**service))
 
 
+def set_of(master: FakeMaster, settings: Settings) -> ModelSet:
+    return ModelSet([ServedModel(served_model_names(settings), master)])
+
+
 def client_of(master: FakeMaster, **service: object) -> httpx.AsyncClient:
-    app = create_app(master, make_settings(**service))
+    settings = make_settings(**service)
+    app = create_app(set_of(master, settings), settings)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -36,9 +42,10 @@ class LiveServer:
 async def live_server(master: FakeMaster, **service: object) -> AsyncIterator[LiveServer]:
     service.setdefault("port", 0)
     settings = make_settings(**service)
-    admission = Admission(master, settings.service.max_concurrent_requests)
+    models = set_of(master, settings)
+    admission = Admission(models, settings.service.max_concurrent_requests)
     sock = listen(settings.service)
-    http = HttpServer(uvicorn_config(create_app(master, settings, admission), settings.service))
+    http = HttpServer(uvicorn_config(create_app(models, settings, admission), settings.service))
     task = asyncio.create_task(http.serve(sockets=[sock]))
     try:
         yield LiveServer(url_of(sock, settings.service), admission)

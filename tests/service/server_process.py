@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 
-from tests.service.conftest import make_settings
+from tests.service.conftest import make_settings, set_of
 from tests.service.fake_master import INFO, FakeMaster, output
 from xllm_npu.master.llm_master import EngineStatus
 from xllm_npu.service.listener import listen, remove_unix_socket
@@ -74,6 +74,6 @@ if __name__ == "__main__":
     master = ProcessMaster(options.pop("loads", False), options.pop("start_fails", False))
     settings = make_settings(**options)
     sock = listen(settings.service)
-    code = serve(master, settings, sock)
+    code = serve(set_of(master, settings), settings, sock)
     remove_unix_socket(settings.service)
     sys.exit(code)

@@ -192,6 +192,6 @@ def test_a_taken_port_is_told_at_once(capsys):
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         port = sock.getsockname()[1]
-        assert run_server(make_settings(port=port)) == 1
+        assert run_server([make_settings(port=port)]) == 1
     assert capsys.readouterr().err == (f"xllm-npu: Port {port} on 127.0.0.1 is in use. Stop what listens there, or "
                                        "choose another --port.\n")

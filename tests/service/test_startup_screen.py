@@ -20,7 +20,7 @@ def test_a_terminal_gets_bars_and_a_table(monkeypatch):
         screen.on_progress(EngineProgress("Loading weights", 1, 2, "shards"))
         screen.on_progress(EngineProgress("Loading weights", 2, 2, "shards"))
         screen.on_progress(EngineProgress("Warming up", 0, 0))
-    screen.show_ready(INFO, ("tiny",), "http://127.0.0.1:8000")
+    screen.show_ready([(INFO, ("tiny",))], "http://127.0.0.1:8000")
     text = stream.getvalue()
     assert "2 of 2 shards" in text
     assert "Warming up" in text
@@ -49,12 +49,12 @@ def test_how_the_network_runs_and_what_loading_took():
     stream = io.StringIO()
     loads = [WeightLoad(rank, 3 << 30, 1.25, 5 << 29) for rank in range(2)]
     info = msgspec.structs.replace(INFO, implementation="transformers", load_format="dummy", weight_loads=loads)
-    StartupScreen(stream).show_ready(info, ("tiny",), "http://127.0.0.1:8000")
+    StartupScreen(stream).show_ready([(info, ("tiny",))], "http://127.0.0.1:8000")
     lines = stream.getvalue().splitlines()
     assert "Network: transformers' modelling code with the paged attention of this package" in lines
     assert [line for line in lines if line.startswith("Weights of rank")] == [
         f"Weights of rank {rank}: 3.0 GiB in 1.2 s, host memory at most 2.5 GiB above the start" for rank in range(2)]
     assert "dummy weights" in stream.getvalue()
     stream.truncate(0)
-    StartupScreen(stream).show_ready(INFO, ("tiny",), "http://127.0.0.1:8000")
+    StartupScreen(stream).show_ready([(INFO, ("tiny",))], "http://127.0.0.1:8000")
     assert "Network: native" in stream.getvalue()

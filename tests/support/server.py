@@ -51,8 +51,14 @@ class ServerProcess:
         self._tmp = directory / "tmp"
         self.uds = str(directory / "server.socket") if uds else None
         address = ["--uds", self.uds] if self.uds else ["--port", "0"]
-        self._command = [*prefix, sys.executable, "-m", "xllm_npu.cli", "serve", self._model, *address, *FAST, *flags]
+        named = [self._model] if self._model else []  # else what a configuration file names
+        self._command = [*prefix, sys.executable, "-m", "xllm_npu.cli", "serve", *named, *address, *FAST, *flags]
         self._tree: dict[int, psutil.Process] = {}
+
+    @classmethod
+    def of_file(cls, file: Path, directory: Path, *flags: str) -> Self:
+        """What is served is in a configuration file."""
+        return cls("", directory, "--config-json-file", str(file), *flags)
 
     def __enter__(self) -> Self:
         self._tmp.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,49 @@ def _from_kubernetes(variable: str, value: str) -> bool:
     return variable.endswith("_PORT") and _KUBERNETES_PORT.match(value) is not None
 
 
-def read_json_file(path: str) -> list[Given]:
-    """Flat keys, or objects named for sections that hold them; both may stand in one file."""
+@dataclass(slots=True)
+class FileContent:
+    given: list[Given] = field(default_factory=list)
+    models: list[list[Given]] = field(default_factory=list)  # what each entry of `models` sets
+
+
+def read_json_file(path: str) -> FileContent:
+    """Flat keys, or objects named for sections that hold them; both may stand in one file, and in an entry of the
+    list `models`, where a text stands for {"model": text}.
+    """
     document = _load(path)
-    given, problems = list[Given](), list[str]()
+    content, problems = FileContent(), list[str]()
+    entries = document.pop("models", None)
+    _take_object(f"{path}: ", document, content.given, problems)
+    if entries is not None and not (isinstance(entries, list) and entries):
+        problems.append(f"{path}: models takes a list with an object for each model.")
+        entries = None
+    for index, entry in enumerate(entries or ()):
+        entry = {"model": entry} if isinstance(entry, str) else entry
+        where = f"{path}: models[{index}]"
+        if not isinstance(entry, dict):
+            problems.append(f'{where} takes an object such as {{"model": "smollm2"}}.')
+            continue
+        content.models.append([])
+        _take_object(where + ".", entry, content.models[-1], problems)
+    if problems:
+        raise SettingsError(problems)
+    return content
+
+
+def _take_object(where: str, document: Mapping[str, Any], given: list[Given], problems: list[str]) -> None:
     for key, value in document.items():
         if isinstance(value, dict) and canonical(key) in section_types():
             for inner, inner_value in value.items():
-                _take(path, canonical(key), inner, inner_value, given, problems)
+                _take(where, canonical(key), inner, inner_value, given, problems)
         else:
-            _take(path, None, key, value, given, problems)
-    if problems:
-        raise SettingsError(problems)
-    return given
+            _take(where, None, key, value, given, problems)
 
 
-def _take(path: str, section: str | None, key: str, value: Any, given: list[Given], problems: list[str]) -> None:
-    name, where = canonical(key), f"{path}: {section + '.' if section else ''}{key}"
+def _take(
+    prefix: str, section: str | None, key: str, value: Any, given: list[Given], problems: list[str]
+) -> None:
+    name, where = canonical(key), f"{prefix}{section + '.' if section else ''}{key}"
     known = setting_fields().get(name)
     if is_boolean(name, {}) is None:
         close = nearest(name, section_types() if section is None else ())

@@ -67,7 +67,7 @@ class LLMMaster:
         self.status = EngineStatus.LOADING
         self.failure: str | None = None
         self.info: EngineReady | None = None
-        self.metrics = Metrics()
+        self.metrics = Metrics(served_model_names(settings)[0])
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
         self._engines = self._new_engines()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from xllm_npu.config.settings import served_model_names
 from xllm_npu.service.admission import Admission, AdmissionMiddleware
 from xllm_npu.service.auth import ApiKeyMiddleware
 from xllm_npu.service.body import BodyLimitMiddleware
@@ -30,13 +29,13 @@ from xllm_npu.version import __version__
 
 if TYPE_CHECKING:
     from xllm_npu.config.settings import Settings
-    from xllm_npu.master.llm_master import LLMMaster
+    from xllm_npu.master.model_set import ModelSet
 
 
-def create_app(master: LLMMaster, settings: Settings, admission: Admission | None = None) -> FastAPI:
+def create_app(models: ModelSet, settings: Settings, admission: Admission | None = None) -> FastAPI:
     service = settings.service
-    admission = admission or Admission(master, service.max_concurrent_requests)
-    context = ApiContext(master, admission, served_model_names(settings))
+    admission = admission or Admission(models, service.max_concurrent_requests)
+    context = ApiContext(models, admission)
     app = FastAPI(title="xllm-npu", version=__version__)
     for router in (chat_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))

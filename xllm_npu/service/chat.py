@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from xllm_npu.service import replies
 from xllm_npu.service.chat_prompt import echoed_text, encode_messages, prompt_text, response_role
-from xllm_npu.service.context import ApiContext
+from xllm_npu.service.context import ApiContext, Target
 from xllm_npu.service.generation import (
     Outputs,
     UsageCount,
@@ -38,7 +38,7 @@ class ChatCall:
 
     body: ChatBody
     id: str
-    model: str
+    target: Target
     created: int
     params: SamplingParams
     prompt_token_ids: list[int]
@@ -58,7 +58,7 @@ def chat_router(context: ApiContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         call = await _read_call(context, request)
         one = generation_input(call.body, call.id, call.prompt_token_ids, call.params, "messages")
-        outputs = await submitted(context.master, [one], bool(call.body.stream))
+        outputs = await submitted(call.target.master, [one], bool(call.body.stream))
         if call.body.stream:
             return EventStream(_frames(call, outputs), context.admission)
         return await _whole_reply(context, request, call, outputs)
@@ -67,13 +67,13 @@ def chat_router(context: ApiContext) -> APIRouter:
 
 
 async def _read_call(context: ApiContext, request: Request) -> ChatCall:
-    body, id, model = await generation_request(context, request, ChatBody, "chatcmpl-")
-    params = sampling_params(body, context.master.default_sampling, max_tokens=_max_tokens(body),
+    body, id, target = await generation_request(context, request, ChatBody, "chatcmpl-")
+    params = sampling_params(body, target.master.default_sampling, max_tokens=_max_tokens(body),
                              logprobs=_logprobs(body))
-    prompt = truncated(await encode_messages(context.master, body), body, params.max_tokens, context.info)
-    return ChatCall(body, id, model, int(time.time()), params, prompt, response_role(body),
+    prompt = truncated(await encode_messages(target.master, body), body, params.max_tokens, target.info)
+    return ChatCall(body, id, target, int(time.time()), params, prompt, response_role(body),
                     echoed_text(body) if body.echo else "",
-                    await prompt_text(context.master, body) if body.return_prompt_text else UNSET)
+                    await prompt_text(target.master, body) if body.return_prompt_text else UNSET)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -99,7 +99,7 @@ def _logprobs(body: ChatBody) -> int | None:
 async def _whole_reply(context: ApiContext, request: Request, call: ChatCall, outputs: Outputs) -> Response:
     count = UsageCount(1)
     choices = [SequenceText() for _ in range(call.params.n)]
-    reply = replies.ChatCompletion(id=call.id, created=call.created, model=call.model, choices=[],
+    reply = replies.ChatCompletion(id=call.id, created=call.created, model=call.target.name, choices=[],
                                    usage=count.usage(), prompt_token_ids=call.shown_prompt,
                                    prompt_text=call.prompt_text)
 
@@ -129,7 +129,7 @@ async def _frames(call: ChatCall, outputs: Outputs) -> AsyncGenerator[bytes, Non
     options = call.body.stream_options
     with_usage = bool(options and options.include_usage)
     continuous = bool(with_usage and options and options.continuous_usage_stats)
-    format = ChunkFormat(call.id, "chat.completion.chunk", call.created, call.model, with_usage)
+    format = ChunkFormat(call.id, "chat.completion.chunk", call.created, call.target.name, with_usage)
     count = UsageCount(1)
     begun = False
     try:

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from xllm_npu.service import replies
-from xllm_npu.service.context import ApiContext
+from xllm_npu.service.context import ApiContext, Target
 from xllm_npu.service.errors import quote
 from xllm_npu.service.generation import (
     Outputs,
@@ -51,7 +51,7 @@ class CompletionCall:
 
     body: CompletionBody
     id: str
-    model: str
+    target: Target
     created: int
     params: SamplingParams
     prompts: list[EncodedPrompt]
@@ -72,22 +72,22 @@ def completions_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         call = await _read_call(context, request)
-        outputs = await submitted(context.master, [
+        outputs = await submitted(call.target.master, [
             generation_input(call.body, call.id, p.token_ids, call.params, p.param) for p in call.prompts],
             bool(call.body.stream))
         if call.body.stream:
-            return EventStream(_frames(context, call, outputs), context.admission)
+            return EventStream(_frames(call, outputs), context.admission)
         return await _whole_reply(context, request, call, outputs)
 
     return router
 
 
 async def _read_call(context: ApiContext, request: Request) -> CompletionCall:
-    body, id, model = await generation_request(context, request, CompletionBody, "cmpl-")
+    body, id, target = await generation_request(context, request, CompletionBody, "cmpl-")
     given = list_prompts(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_only = bool(body.echo) and max_tokens == 0
-    params = sampling_params(body, context.master.default_sampling, max_tokens=1 if prompt_only else max_tokens,
+    params = sampling_params(body, target.master.default_sampling, max_tokens=1 if prompt_only else max_tokens,
                              logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
@@ -95,8 +95,8 @@ async def _read_call(context: ApiContext, request: Request) -> CompletionCall:
         raise InvalidParameter("prompt", "prompt: with use_beam_search, prompts times beams may be at most "
                                f"{MAX_BEAMS}, got {len(given)} times {params.num_sequences}.")
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
-    prompts = [await _encode(context, body, params, name, prompt) for name, prompt in zip(names, given)]
-    return CompletionCall(body, id, model, int(time.time()), params, prompts, prompt_only)
+    prompts = [await _encode(target, body, params, name, prompt) for name, prompt in zip(names, given)]
+    return CompletionCall(body, id, target, int(time.time()), params, prompts, prompt_only)
 
 
 def list_prompts(prompt: Any) -> list[Prompt]:
@@ -123,27 +123,27 @@ def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
-async def _encode(context: ApiContext, body: CompletionBody, params: SamplingParams, name: str,
+async def _encode(target: Target, body: CompletionBody, params: SamplingParams, name: str,
                   prompt: Prompt) -> EncodedPrompt:
     if isinstance(prompt, str):
         try:
-            whole = await context.master.encode(prompt, body.add_special_tokens is not False)
+            whole = await target.master.encode(prompt, body.add_special_tokens is not False)
         except InvalidParameter as exc:
             raise InvalidParameter(name, exc.message) from None
     else:
-        _check_ids(context, name, prompt)
+        _check_ids(target, name, prompt)
         whole = prompt
-    token_ids = truncated(whole, body, params.max_tokens, context.info)
+    token_ids = truncated(whole, body, params.max_tokens, target.info)
     text = ""
     if body.echo:
         unchanged = isinstance(prompt, str) and len(token_ids) == len(whole)
-        text = prompt if unchanged and isinstance(prompt, str) else await context.master.decode(token_ids)
+        text = prompt if unchanged and isinstance(prompt, str) else await target.master.decode(token_ids)
     return EncodedPrompt(name, token_ids, text)
 
 
-def _check_ids(context: ApiContext, name: str, token_ids: list[int]) -> None:
+def _check_ids(target: Target, name: str, token_ids: list[int]) -> None:
     low, high = min(token_ids), max(token_ids)
-    vocab_size = context.info.vocab_size
+    vocab_size = target.info.vocab_size
     if low < 0 or high >= vocab_size:
         raise InvalidParameter(name, f"{name} has token id {quote(low if low < 0 else high)}, which is not in the "
                                f"vocabulary (0 to {vocab_size - 1}).")
@@ -166,22 +166,22 @@ async def _whole_reply(context: ApiContext, request: Request, call: CompletionCa
     choices = []
     for p, prompt in enumerate(call.prompts):
         for i, sequence in enumerate(sequences[p]):
-            choices.append(_choice(context, call, p * n + i, prompt, sequence, prompt_positions[p]))
+            choices.append(_choice(call, p * n + i, prompt, sequence, prompt_positions[p]))
     usage = count.usage()
     if call.prompt_only:
         usage = replies.usage(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
-    return replies.json_response(replies.Completion(id=call.id, created=call.created, model=call.model,
+    return replies.json_response(replies.Completion(id=call.id, created=call.created, model=call.target.name,
                                                     choices=choices, usage=usage))
 
 
-def _choice(context: ApiContext, call: CompletionCall, index: int, prompt: EncodedPrompt, sequence: SequenceText,
+def _choice(call: CompletionCall, index: int, prompt: EncodedPrompt, sequence: SequenceText,
             positions: list[PositionLogprobs | None] | None) -> CompletionChoice:
     if call.prompt_only:
         sequence = SequenceText(finish_reason="length")
     logprobs = None
     if call.params.logprobs is not None:
         logprobs = completion_logprobs(sequence.logprobs, call.num_top, len(prompt.text), call.as_ids)
-        logprobs = joined(_echo_logprobs(context, call, prompt, positions), logprobs)
+        logprobs = joined(_echo_logprobs(call, prompt, positions), logprobs)
     choice = CompletionChoice(index, prompt.text + sequence.text, logprobs, sequence.finish_reason,
                               sequence.stop_reason)
     if call.body.prompt_logprobs is not None and positions is not None:
@@ -192,21 +192,21 @@ def _choice(context: ApiContext, call: CompletionCall, index: int, prompt: Encod
     return choice
 
 
-def _echo_logprobs(context: ApiContext, call: CompletionCall, prompt: EncodedPrompt,
+def _echo_logprobs(call: CompletionCall, prompt: EncodedPrompt,
                    positions: list[PositionLogprobs | None] | None) -> CompletionLogprobs | None:
     if not call.body.echo or positions is None:
         return None
-    first = context.master.tokenizer.token_text(prompt.token_ids[0])
+    first = call.target.master.tokenizer.token_text(prompt.token_ids[0])
     if call.as_ids:
         first = f"token_id:{prompt.token_ids[0]}"
     return prompt_completion_logprobs(positions, first, call.num_top, call.as_ids)
 
 
-async def _frames(context: ApiContext, call: CompletionCall, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+async def _frames(call: CompletionCall, outputs: Outputs) -> AsyncGenerator[bytes, None]:
     options = call.body.stream_options
     with_usage = bool(options and options.include_usage)
     continuous = bool(with_usage and options and options.continuous_usage_stats)
-    format = ChunkFormat(call.id, "text_completion", call.created, call.model, with_usage)
+    format = ChunkFormat(call.id, "text_completion", call.created, call.target.name, with_usage)
     count = UsageCount(len(call.prompts))
     begun: set[int] = set()
     try:
@@ -216,7 +216,7 @@ async def _frames(context: ApiContext, call: CompletionCall, outputs: Outputs) -
             data = b""
             if index not in begun:
                 begun.add(index)
-                data = _opening(context, call, format, index, output, usage)
+                data = _opening(call, format, index, output, usage)
             for delta in output.deltas:
                 data += _delta_frames(call, format, index, delta, usage)
             if data:
@@ -226,7 +226,7 @@ async def _frames(context: ApiContext, call: CompletionCall, outputs: Outputs) -
         await outputs.aclose()
 
 
-def _opening(context: ApiContext, call: CompletionCall, format: ChunkFormat, index: int, output: RequestOutput,
+def _opening(call: CompletionCall, format: ChunkFormat, index: int, output: RequestOutput,
              usage: replies.Usage | None) -> bytes:
     """What comes before a prompt's own text: the echoed prompt, and its ids where asked for."""
     prompt = call.prompts[index]
@@ -234,7 +234,7 @@ def _opening(context: ApiContext, call: CompletionCall, format: ChunkFormat, ind
         return b""
     logprobs = None
     if call.params.logprobs is not None:
-        logprobs = _echo_logprobs(context, call, prompt, output.prompt_logprobs)
+        logprobs = _echo_logprobs(call, prompt, output.prompt_logprobs)
     ids = prompt.token_ids if call.body.return_token_ids else UNSET
     return b"".join(
         format.chunk(CompletionChoice(index * call.params.n + i, prompt.text, logprobs, prompt_token_ids=ids), usage)

@@ -1,4 +1,4 @@
-"""What every API module is given: the master, the settings of the HTTP side, and who is in flight."""
+"""What every API module is given: the models, who is in flight, and the way from a request to its model."""
 
 from __future__ import annotations
 
@@ -6,36 +6,51 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from xllm_npu.service.admission import Admission
+from xllm_npu.master.model_set import ModelSet, ServedModel, UnknownModel
+from xllm_npu.service.admission import Admission, slot_of
 from xllm_npu.service.errors import model_not_found, unavailable
 
 if TYPE_CHECKING:
+    from fastapi import Request
+
     from xllm_npu.master.llm_master import LLMMaster
     from xllm_npu.state.messages import EngineReady
 
 
+@dataclass(slots=True, frozen=True)
+class Target:
+    """The model that a request is for."""
+
+    name: str  # to answer under: as the request gave it
+    model: ServedModel
+    info: EngineReady
+
+    @property
+    def master(self) -> LLMMaster:
+        return self.model.master
+
+
 @dataclass(slots=True)
 class ApiContext:
-    master: LLMMaster
+    models: ModelSet
     admission: Admission
-    served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def info(self) -> EngineReady:
-        if self.master.info is None:
-            raise self.admission.engine_error() or unavailable("The model is not ready.", "engine_loading")
-        return self.master.info
+    def target(self, name: str | None) -> Target:
+        """By the name that a body gives; none means the first. Raises ApiError for one that cannot be asked now."""
+        try:
+            model = self.models.of(name)
+        except UnknownModel:
+            raise model_not_found(name or "") from None
+        error = self.admission.model_error(model)
+        if error is not None:
+            raise error
+        if model.master.info is None:
+            raise unavailable("The model is not ready.", "engine_loading")
+        return Target(name or model.name, model, model.master.info)
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return self.served_model_names or (self.info.model_name,)
-
-    def check_model(self, name: str | None) -> str:
-        """The name to answer under; no name means the first."""
-        names = self.model_names
-        if not name:
-            return names[0]
-        if name not in names:
-            raise model_not_found(name)
-        return name
+    def generation_target(self, request: Request, name: str | None) -> Target:
+        """`target` for a request that makes the model generate: the model is in use until the response has ended."""
+        target = self.target(name)
+        slot_of(request.scope).use(target.model)
+        return target

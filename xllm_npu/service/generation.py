@@ -17,7 +17,7 @@ from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.service import request_id
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
-from xllm_npu.service.context import ApiContext
+from xllm_npu.service.context import ApiContext, Target
 from xllm_npu.service.errors import internal_error, unavailable
 from xllm_npu.service.protocol import GenerationBody, parse
 from xllm_npu.service.replies import Usage, usage
@@ -35,15 +35,15 @@ MERGE_AHEAD = 16  # outputs of a call's inputs that may wait for a slow reader
 
 
 async def generation_request(context: ApiContext, request: Request, kind: type[G], prefix: str,
-                             ) -> tuple[G, str, str]:
-    """The request's body, checked but for its prompt and sampling; its id; the model's name to answer under."""
+                             ) -> tuple[G, str, Target]:
+    """The request's body, checked but for its prompt and sampling; its id; the model that it is for."""
     body = parse(kind, await read_json(request))
-    model = context.check_model(body.model)
+    target = context.generation_target(request, body.model)
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options", "stream_options is allowed only when stream is true.")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidParameter("prompt_logprobs", "prompt_logprobs is not available when stream is true.")
-    return body, prefix + (body.request_id or request.scope[request_id.SCOPE_KEY]), model
+    return body, prefix + (body.request_id or request.scope[request_id.SCOPE_KEY]), target
 
 
 def generation_input(body: GenerationBody, external_id: str, prompt_token_ids: list[int], params: SamplingParams,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from xllm_npu.metrics import CONTENT_TYPE
+from xllm_npu.metrics import CONTENT_TYPE, render
 from xllm_npu.service.context import ApiContext
-from xllm_npu.service.errors import unavailable
 from xllm_npu.service.replies import Version, json_response
 from xllm_npu.version import __version__
 
@@ -19,14 +18,16 @@ def health_router(context: ApiContext) -> APIRouter:
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:
-        error = context.admission.engine_error()
-        if error is None and not context.master.check_health():
-            error = unavailable("The engine does not answer.", "engine_dead")
-        return Response(status_code=200) if error is None else error.response()
+        """200 where every model can serve or sleeps."""
+        for model in context.models:
+            error = context.admission.health_error(model)
+            if error is not None:
+                return error.response()
+        return Response(status_code=200)
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(context.master.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(render([model.master.metrics for model in context.models]), media_type=CONTENT_TYPE)
 
     @router.get("/version")
     async def version() -> Response:

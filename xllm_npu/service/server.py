@@ -1,8 +1,9 @@
-"""`run_server(settings) -> exit code`: the HTTP process, from its socket to its last child.
+"""`run_server(settings of each model) -> exit code`: the HTTP process, from its socket to its last child.
 
-The socket is open before the engine is up (requests get 503 meanwhile). A signal drains: new requests get 503,
+The socket is open before the engines are up (requests get 503 meanwhile). A signal drains: new requests get 503,
 those in flight may finish within --shutdown-timeout, then they are ended; a second Ctrl-C ends the process at
-once. If the engine dies, requests in flight get their error, and the process exits with 1.
+once. A model that cannot be started ends the server; of models that run, the others serve on when one dies. With
+the last one, requests in flight get their error, and the process exits with 1.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 
-from xllm_npu.config.settings import served_model_names
-from xllm_npu.master.llm_master import EngineStatus, LLMMaster
+from xllm_npu.master.model_set import ModelSet, ServedModel, StartFailed
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import create_app
 from xllm_npu.service.errors import unavailable
@@ -33,6 +33,7 @@ from xllm_npu.text.tokenizer import spare_torch
 if TYPE_CHECKING:
     from xllm_npu.config.service import ServiceSettings
     from xllm_npu.config.settings import Settings
+    from xllm_npu.state.messages import EngineProgress
 
 logger = logging.getLogger("xllm_npu.service")
 
@@ -43,8 +44,9 @@ EXIT_FAILURE = 1
 EXIT_SECOND_SIGINT = 130
 
 
-def run_server(settings: Settings) -> int:
-    """Serve until a signal or the engine's end; 0 after a signal, else 1 with one sentence on stderr."""
+def run_server(models: Sequence[Settings]) -> int:
+    """Serve until a signal or the engines' end; 0 after a signal, else 1 with one sentence on stderr."""
+    settings = models[0]
     try:
         sock = listen(settings.service)
     except ListenError as exc:
@@ -52,7 +54,7 @@ def run_server(settings: Settings) -> int:
     try:
         check_tls(settings.service)
         spare_torch()
-        return serve(LLMMaster(settings), settings, sock)
+        return serve(ModelSet.of_settings(models), settings, sock)
     except ListenError as exc:
         return _fail(str(exc))
     finally:
@@ -60,10 +62,10 @@ def run_server(settings: Settings) -> int:
         remove_unix_socket(settings.service)
 
 
-def serve(master: LLMMaster, settings: Settings, sock: socket.socket) -> int:
-    """`run_server` for a given master and a listening socket."""
+def serve(models: ModelSet, settings: Settings, sock: socket.socket) -> int:
+    """`run_server` for given models and a listening socket."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        failure = runner.run(ServerLife(master, settings, sock).run())
+        failure = runner.run(ServerLife(models, settings, sock).run())
     return 0 if failure is None else _fail(failure)
 
 
@@ -83,12 +85,12 @@ class HttpServer(uvicorn.Server):
 class ServerLife:
     """One server from start to end."""
 
-    def __init__(self, master: LLMMaster, settings: Settings, sock: socket.socket) -> None:
-        self._master = master
+    def __init__(self, models: ModelSet, settings: Settings, sock: socket.socket) -> None:
+        self._models = models
         self._settings = settings
         self._sock = sock
-        self._admission = Admission(master, settings.service.max_concurrent_requests)
-        self._http = HttpServer(uvicorn_config(create_app(master, settings, self._admission), settings.service))
+        self._admission = Admission(models, settings.service.max_concurrent_requests)
+        self._http = HttpServer(uvicorn_config(create_app(models, settings, self._admission), settings.service))
         self._stop = asyncio.Event()
         self._stop_requested = False
 
@@ -99,46 +101,59 @@ class ServerLife:
         try:
             failure = await self._supervise(http)
             await self._end_requests(failed=failure is not None)
-            if failure is None and self._master.status is EngineStatus.DEAD:
+            if failure is None and not self._models.alive:
                 failure = self._engine_failure()  # it died while draining
         finally:
-            await self._master.shutdown(self._engine_exit_seconds())
+            await self._models.shutdown(ENGINE_EXIT_SECONDS)
             self._http.should_exit = True
             await asyncio.wait([http])
         return failure
 
     async def _supervise(self, http: asyncio.Task[None]) -> str | None:
         """Until a signal (None) or a failure (why)."""
-        with StartupScreen() as screen:
-            self._master.on_progress = screen.on_progress
-            try:
-                await self._master.start()
-            except Exception as exc:
-                logger.debug("start failed", exc_info=True)
-                return f"The engine could not be started: {exc}"
-            await self._while_status((EngineStatus.LOADING,), http)
-        if self._master.status is EngineStatus.READY and self._master.info is not None:
-            screen.show_ready(self._master.info, served_model_names(self._settings),
-                              url_of(self._sock, self._settings.service))
-        await self._while_status((EngineStatus.READY, EngineStatus.RESTARTING), http)
+        stopped = asyncio.create_task(self._stop.wait())
+        start = asyncio.create_task(self._start())
+        try:
+            await asyncio.wait([start, stopped, http], return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                await start
+                await self._while_alive(http)
+        except StartFailed as error:
+            return str(error)
+        finally:
+            for task in (start, stopped):
+                task.cancel()
+            await asyncio.gather(start, stopped, return_exceptions=True)
         if self._stop.is_set():
             return None
         if http.done():
             return f"The HTTP server stopped: {http.exception() or 'for no known reason'}"
         return self._engine_failure()
 
-    def _engine_failure(self) -> str:
-        what = "Cannot start" if self._master.info is None else "The engine stopped"
-        return f"{what}: {self._master.failure or 'for no known reason'}"
+    async def _start(self) -> None:
+        """Until all models can serve."""
+        with StartupScreen() as screen:
+            several = len(self._models) > 1
 
-    async def _while_status(self, statuses: Collection[EngineStatus], http: asyncio.Task[None]) -> None:
-        while self._master.status in statuses and not self._stop.is_set() and not http.done():
+            def on_progress(model: ServedModel, progress: EngineProgress) -> None:
+                screen.on_progress(progress, model.name if several else "")
+
+            self._models.on_progress = on_progress
+            await self._models.start()
+        ready = [(model.master.info, model.names) for model in self._models if model.master.info is not None]
+        screen.show_ready(ready, url_of(self._sock, self._settings.service))
+
+    def _engine_failure(self) -> str:
+        return self._models.told("The engine stopped", self._models.first, self._models.first.master.failure)
+
+    async def _while_alive(self, http: asyncio.Task[None]) -> None:
+        while self._models.alive and not self._stop.is_set() and not http.done():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), POLL_SECONDS)
 
     async def _end_requests(self, failed: bool) -> None:
         self._admission.drain()
-        if failed and self._master.info is not None:
+        if failed and any(model.master.info is not None for model in self._models):
             await asyncio.sleep(FLUSH_SECONDS)  # whatever happens meanwhile: probes shall see the 503 too
         if not await self._idle_within(0 if failed else self._settings.service.shutdown_timeout):
             logger.warning("%d requests did not finish in time and are ended", self._admission.in_flight)
@@ -151,10 +166,6 @@ class ServerLife:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._admission.idle.wait(), seconds)
         return self._admission.in_flight == 0
-
-    def _engine_exit_seconds(self) -> float:
-        # An engine that is still loading hears nothing: there is no point in waiting for it.
-        return ENGINE_EXIT_SECONDS if self._master.info is not None else 0.0
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -169,7 +180,7 @@ class ServerLife:
             if self._admission.in_flight:
                 logger.info("finishing %d requests; Ctrl-C again to stop at once", self._admission.in_flight)
         elif sig == signal.SIGINT:
-            self._master.kill()
+            self._models.kill()
             remove_unix_socket(self._settings.service)
             os._exit(EXIT_SECOND_SIGINT)
 

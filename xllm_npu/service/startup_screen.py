@@ -6,9 +6,11 @@ stdout stays free for whoever pipes it. Knows nothing of the engine but its mess
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -44,14 +46,19 @@ class StartupScreen:
             self._progress.stop()
             self._progress = None
 
-    def on_progress(self, progress: EngineProgress) -> None:
+    def on_progress(self, progress: EngineProgress, model: str = "") -> None:
+        """`model` names the one that loads, where there are several."""
+        if model:
+            progress = msgspec.structs.replace(progress, stage=f"{model}: {progress.stage}")
         if self._progress is not None:
             self._draw(self._progress, progress)
         else:
             self._tell(progress)
 
-    def show_ready(self, info: EngineReady, model_names: tuple[str, ...], url: str) -> None:
-        rows = facts(info, model_names, url)
+    def show_ready(self, models: Sequence[tuple[EngineReady, tuple[str, ...]]], url: str) -> None:
+        """Each model with its names."""
+        rows = [row for info, names in models for row in facts(info, names)]
+        rows.append(("Serving at", url))
         if not self._console.is_terminal:
             for name, value in rows:
                 self._line(f"{name}: {value}")
@@ -77,7 +84,7 @@ class StartupScreen:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tuple[str, str]]:
+def facts(info: EngineReady, model_names: tuple[str, ...]) -> list[tuple[str, str]]:
     tokens = info.num_kv_blocks * info.block_size
     sizes = info.graph_sizes
     up_to = "as needed, up to " if info.elastic_kv_cache else ""
@@ -98,7 +105,6 @@ def facts(info: EngineReady, model_names: tuple[str, ...], url: str) -> list[tup
         *((("Graphs of prompts", f"{', '.join(map(str, info.prefill_graph_sizes))} tokens"),)
           if info.prefill_graph_sizes else ()),
         ("Loaded in", f"{info.load_seconds:.1f} s"),
-        ("Serving at", url),
     ]
 
 

@@ -15,7 +15,6 @@ from xllm_npu.state.sampling_params import InvalidParameter
 
 def tokenize_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    master = context.master
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -23,23 +22,23 @@ def tokenize_router(context: ApiContext) -> APIRouter:
         body: TokenizeChatBody | TokenizeBody
         if "messages" in raw:
             body = parse(TokenizeChatBody, raw)
-            context.check_model(body.model)
-            tokens = await encode_messages(master, body)
+            target = context.target(body.model)
+            tokens = await encode_messages(target.master, body)
         else:
             body = parse(TokenizeBody, raw)
-            context.check_model(body.model)
-            tokens = await master.encode(body.prompt, body.add_special_tokens is not False)
-        strings = [master.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return json_response(TokenizeReply(len(tokens), context.info.max_model_len, tokens, strings))
+            target = context.target(body.model)
+            tokens = await target.master.encode(body.prompt, body.add_special_tokens is not False)
+        strings = [target.master.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return json_response(TokenizeReply(len(tokens), target.info.max_model_len, tokens, strings))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = parse(DetokenizeBody, await read_json(request))
-        context.check_model(body.model)
+        target = context.target(body.model)
         for token in body.tokens:
-            if not 0 <= token < context.info.vocab_size:
+            if not 0 <= token < target.info.vocab_size:
                 raise InvalidParameter("tokens", f"tokens has token id {token}, which is not in the vocabulary "
-                                       f"(0 to {context.info.vocab_size - 1}).")
-        return json_response(DetokenizeReply(await master.decode(body.tokens)))
+                                       f"(0 to {target.info.vocab_size - 1}).")
+        return json_response(DetokenizeReply(await target.master.decode(body.tokens)))
 
     return router

@@ -1,0 +1,141 @@
+"""The models of one server, by the names that requests give: each has a master, and so engine processes, of its own.
+
+What happens to one (its start, a crash, a restart) is its own affair; the set starts them one after the other, because
+each measures the memory that those before it left, and ends them together. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from xllm_npu.config.settings import Settings, served_model_names
+from xllm_npu.master.llm_master import EngineStatus, LLMMaster
+
+if TYPE_CHECKING:
+    from xllm_npu.state.messages import EngineProgress
+
+POLL_SECONDS = 0.05  # how soon a change of an engine's status is noticed
+
+NewMaster = Callable[[Settings], LLMMaster]
+
+
+class UnknownModel(LookupError):
+    """No model is served under this name."""
+
+
+class StartFailed(RuntimeError):
+    """A model cannot be served; the message names it where there are several, and says why."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One model and who uses it now."""
+
+    names: tuple[str, ...]  # the first one is shown
+    master: LLMMaster
+    in_flight: int = 0  # requests that were routed to it and have not ended
+    last_use: float = field(default_factory=time.monotonic)  # when a request began or ended
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While a request runs."""
+        self.in_flight += 1
+        self.last_use = time.monotonic()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.last_use = time.monotonic()
+
+
+class ModelSet:
+    """In the order in which they were named; the first serves requests that name none. Never empty."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = list(models)
+        self._by_name = {name: model for model in models for name in model.names}
+        self.on_progress: Callable[[ServedModel, EngineProgress], None] = lambda model, progress: None
+
+    @classmethod
+    def of_settings(cls, settings: Sequence[Settings], new_master: NewMaster = LLMMaster) -> ModelSet:
+        """One model for each of `settings`; no two of them may have a name in common."""
+        return cls([ServedModel(served_model_names(one), new_master(one)) for one in settings])
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def first(self) -> ServedModel:
+        return self._models[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may give."""
+        return tuple(self._by_name)
+
+    def of(self, name: str | None) -> ServedModel:
+        """Raises UnknownModel. No name means the first model."""
+        if not name:
+            return self.first
+        model = self._by_name.get(name)
+        if model is None:
+            raise UnknownModel(name)
+        return model
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of them can serve, now or later."""
+        return any(model.master.status is not EngineStatus.DEAD for model in self._models)
+
+    async def start(self) -> None:
+        """Until all are ready. Raises StartFailed for the first that cannot be."""
+        for model in self._models:
+            model.master.on_progress = partial(self._on_progress, model)
+            try:
+                await _unbroken(model.master.start())
+            except Exception as error:
+                raise StartFailed(self.told("The engine could not be started", model, str(error))) from error
+            while model.master.status is EngineStatus.LOADING:  # noqa: ASYNC110  # a master tells nobody
+                await asyncio.sleep(POLL_SECONDS)
+            if model.master.status is EngineStatus.DEAD:
+                raise StartFailed(self.told("Cannot start", model, model.master.failure))
+
+    def _on_progress(self, model: ServedModel, progress: EngineProgress) -> None:
+        self.on_progress(model, progress)
+
+    def told(self, what: str, model: ServedModel, why: str | None) -> str:
+        """A failure as a sentence that names the model where there are several."""
+        which = f" ({model.name})" if len(self._models) > 1 else ""
+        return f"{what}{which}: {why or 'for no known reason'}"
+
+    async def shutdown(self, patience: float) -> None:
+        """End all engines within `patience` seconds; those that still load hear nothing and are not waited for."""
+        await asyncio.gather(*(
+            model.master.shutdown(patience if model.master.info is not None else 0.0) for model in self._models))
+
+    def kill(self) -> None:
+        for model in self._models:
+            model.master.kill()
+
+
+async def _unbroken(start: Coroutine[Any, Any, None]) -> None:
+    """Cancelled only when it is over: half-started processes would be nobody's."""
+    task = asyncio.ensure_future(start)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
