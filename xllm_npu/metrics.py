@@ -22,6 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "xllm_npu:"
 ENGINE_LABELS = ("model_name", "engine")
 PAGE_STATES = ("mapped", "reserved", "free", "pinned")
+SLEEP_STATES = ("awake", "paused", "weights_offloaded", "discard_all")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Bucket bounds: 1, 2, 5 times powers of ten for counts; spacings that resolve an SLO for seconds.
@@ -34,6 +35,8 @@ TOKEN_BOUNDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
                 20.0, 40.0, 80.0)
 REQUEST_BOUNDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
                   240.0, 480.0, 960.0, 1920.0)
+
+TRANSITION_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 # name, help, bounds of every histogram; the name is the attribute of `Metrics` too.
 HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
@@ -111,6 +114,9 @@ class Metrics:
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = {}
         self._restarts = 0
+        self._sleep_state = dict.fromkeys(SLEEP_STATES, 0) | {"awake": 1}
+        self._transitions: dict[str, Histogram] = {}
+        self._failed_transitions: dict[tuple[str, str], int] = {}
         # Bound once: these are called for every step of every request.
         self._observe_interval = self._histograms["inter_token_latency_seconds"].observe
         self._observe_step = self._histograms["iteration_tokens_total"].observe
@@ -172,6 +178,21 @@ class Metrics:
         self._engines = [{} for _ in self._engines]
         self._pages = [None for _ in self._engines]
 
+    def set_residency(self, state: str, level: int) -> None:
+        """`state`: awake, paused or sleeping; `level` of sleep."""
+        self._sleep_state = {
+            "awake": int(state == "awake"), "paused": int(state == "paused"),
+            "weights_offloaded": int(state == "sleeping" and level == 1),
+            "discard_all": int(state == "sleeping" and level == 2),
+        }
+
+    def on_transition(self, name: str, seconds: float, error: str) -> None:
+        """A sleep, wake, pause or resume is over; `error` is one word, or empty if it came about."""
+        if error:
+            self._failed_transitions[name, error] = self._failed_transitions.get((name, error), 0) + 1
+        else:
+            self._transitions.setdefault(name, Histogram(TRANSITION_BOUNDS)).observe(seconds)
+
     def on_rejected(self, reason: str) -> None:
         """A request was turned away at the door."""
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
@@ -198,6 +219,7 @@ class Metrics:
                                        labels=labels)
         restarts.add_metric(values, self._restarts)
         yield restarts
+        yield from self._residency_families()
         for name, text, _ in HISTOGRAMS:
             histogram = self._histograms[name]
             family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
@@ -226,6 +248,24 @@ class Metrics:
                 refused.add_metric([*names, reason], count)
         yield gauge
         yield refused
+
+    def _residency_families(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            PREFIX + "engine_sleep_state", "1 at what holds; weights_offloaded: sleep level 1, discard_all: level 2.",
+            labels=["model_name", "sleep_state"])
+        for name, holds in self._sleep_state.items():
+            state.add_metric([self._model_name, name], holds)
+        yield state
+        family = HistogramMetricFamily(PREFIX + "residency_transition_seconds",
+                                       "Time of a sleep, wake, pause or resume.", labels=["model_name", "transition"])
+        for name, histogram in self._transitions.items():
+            family.add_metric([self._model_name, name], histogram.buckets(), histogram.sum)
+        yield family
+        failed = CounterMetricFamily(PREFIX + "residency_transition_failures", "Transitions that did not come about.",
+                                     labels=["model_name", "transition", "reason"])
+        for (name, reason), count in self._failed_transitions.items():
+            failed.add_metric([self._model_name, name, reason], count)
+        yield failed
 
     def _by_engine(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, key: str

@@ -92,7 +92,7 @@ class BeamRequest:
             return msgspec.structs.replace(self._message, params=params)
         # The deadline of a first token was the first step's.
         return msgspec.structs.replace(
-            self._message, request_id=self._new_id(), params=params, ttft_slo_ms=0,
+            self._message, request_id=self._new_id(), params=params, ttft_slo_ms=0, continues=True,
             prompt=self._message.prompt + np.array(beam.token_ids(), np.int32).tobytes())
 
     def _take(self, index: int, request_id: int, result: ProbeResult) -> None:

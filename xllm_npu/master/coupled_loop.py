@@ -3,19 +3,32 @@
 Before each step the ranks agree (step_agreement.py); with overlap, while the step before runs. In a wave every rank
 submits the same number of steps: one that has nothing to schedule runs an empty step, a token on the dummy block whose
 result nobody reads. When no rank has anything to schedule, none submits, and all collect what is in flight.
+
+A rank that pauses says that it has no work, and runs along until all have paused and the wave is over. It may sleep
+then, and still takes turns; whoever started the ranks tells none to sleep before all have paused, and none to resume
+before all have their memory, so that no turn of a sleeping rank comes to a step. Resuming starts a wave as requests do.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import cast
 
 from xllm_npu.execution.engine import Engine
 from xllm_npu.master.engine_loop import EngineLoop
+from xllm_npu.master.engine_residency import EngineResidency, SleepingMemory
 from xllm_npu.master.step_agreement import Agreed, StepAgreement
 from xllm_npu.master.step_exchange import StepExchange
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.batch import BatchGroup, empty_step
-from xllm_npu.state.messages import AbortRequest, AddRequest, EngineReady, StepOutputs, StepTogether
+from xllm_npu.state.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineReady,
+    ResidencyMessage,
+    StepOutputs,
+    StepTogether,
+)
 
 
 class CoupledLoop(EngineLoop):
@@ -28,8 +41,10 @@ class CoupledLoop(EngineLoop):
         self._exchange = exchange
         self._empty = empty_step()
         self._in_flight: deque[bool] = deque()  # steps submitted and not collected: is it the scheduler's?
+        self.residency = EngineResidency(
+            scheduler, cast(SleepingMemory, engine), self._settled, self._agreement.on_request)
 
-    def submit(self, message: AddRequest | AbortRequest | StepTogether) -> None:
+    def submit(self, message: AddRequest | AbortRequest | StepTogether | ResidencyMessage) -> None:
         if isinstance(message, StepTogether):
             self._agreement.on_total(message.total_sent)
             return
@@ -40,6 +55,9 @@ class CoupledLoop(EngineLoop):
     def has_work(self) -> bool:
         """A turn is due: for this rank or for another one."""
         return self._agreement.active
+
+    def _settled(self) -> bool:
+        return not self._agreement.active and not self._in_flight
 
     def step(self) -> StepOutputs | None:
         """One turn, which waits for all ranks to take theirs. Raises StepError, and what a worker raised."""

@@ -30,6 +30,9 @@ from xllm_npu.state.messages import (
     EngineMessage,
     EngineProgress,
     EngineReady,
+    Residency,
+    ResidencyMessage,
+    Resume,
     StepOutputs,
     StepTogether,
 )
@@ -53,6 +56,10 @@ class EngineEvents:
     on_exit: Callable[[str], None]  # one is gone, and so are the others; once
 
 
+class EnginesGone(RuntimeError):
+    """They ended before they answered; the message says how."""
+
+
 class EngineGroup:
     def __init__(self, settings: Settings, plans: Sequence[EnginePlan], directory: Path, events: EngineEvents) -> None:
         """`directory`: as in the plans; it does not exist yet. Plans may come later, by `place`."""
@@ -65,6 +72,7 @@ class EngineGroup:
         self._together = False
         self._total_sent = 0
         self._endings: list[Ending] = []
+        self._asking: dict[int, asyncio.Future[Residency]] = {}  # by rank
         self._over = False
 
     def place(self, plans: Sequence[EnginePlan]) -> None:
@@ -129,11 +137,49 @@ class EngineGroup:
         if self._router is not None:
             self._router.end(request_id)
 
+    # Pauses and sleep
+
+    async def ask(self, message: ResidencyMessage, ranks: Sequence[int] | None = None) -> dict[int, Residency]:
+        """Have engines do it, all of them unless `ranks` says which; their answers by rank, when all have answered.
+
+        One call at a time. Raises EnginesGone if they end first.
+        """
+        assert not self._asking, "engines are asked one thing after the other"
+        chosen = range(len(self._clients)) if ranks is None else ranks
+        if self._over or not self.alive:
+            raise EnginesGone("The engine process has ended.")
+        loop = asyncio.get_running_loop()
+        self._asking = {rank: loop.create_future() for rank in chosen}
+        try:
+            for rank in chosen:
+                self._clients[rank].send(message)
+            if self._together and isinstance(message, Resume):  # which all count, and step then if one has work
+                assert ranks is None, "engines that step together resume together"
+                self._total_sent += len(self._clients)
+                for client in self._clients:
+                    client.send(StepTogether(self._total_sent))
+            answers = await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        finally:
+            self._asking = {}
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return {rank: answer for rank, answer in zip(chosen, answers) if isinstance(answer, Residency)}
+
+    def _end_asking(self, reason: str) -> None:
+        for future in self._asking.values():
+            if not future.done():
+                future.set_exception(EnginesGone(reason))
+
     # What they say
 
     def _on_message(self, rank: int, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs):
             self._on_outputs(rank, message)
+        elif isinstance(message, Residency):
+            future = self._asking.get(rank)
+            if future is not None and not future.done():
+                future.set_result(message)
         elif isinstance(message, EngineProgress):
             merged = self._progress.update(rank, message)
             if merged is not None:
@@ -188,17 +234,20 @@ class EngineGroup:
         self._over = True
         for client in self._clients:
             client.kill()
+        self._end_asking(reason)
         self._events.on_exit(reason)
 
     async def stop(self, patience: float) -> None:
         """Ask them to end, wait, and make sure. Nothing of them is left afterwards."""
         self._over = True
+        self._end_asking("The server is shutting down.")
         await asyncio.gather(*(client.stop(patience) for client in self._clients))
         self._remove_directory()
 
     def kill(self) -> None:
         """At once, without waiting; for a second Ctrl-C."""
         self._over = True
+        self._end_asking("The server is shutting down.")
         for client in self._clients:
             client.kill()
         self._remove_directory()

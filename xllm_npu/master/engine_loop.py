@@ -10,11 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_start import start_engine
 from xllm_npu.execution.plugins import load_plugins
+from xllm_npu.master.engine_residency import EngineResidency, SleepingMemory
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.policy import get_policy
 from xllm_npu.scheduling.scheduler import Scheduler
@@ -26,8 +28,13 @@ from xllm_npu.state.messages import (
     AddRequest,
     EngineProgress,
     EngineReady,
+    Pause,
+    ResidencyMessage,
+    Resume,
+    Sleep,
     StepOutputs,
     StepTogether,
+    Wake,
 )
 
 log = logging.getLogger(__name__)
@@ -65,6 +72,7 @@ class EngineLoop:
         self.ready = ready
         self._engine = engine
         self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
+        self.residency = EngineResidency(scheduler, cast(SleepingMemory, engine))
 
     @classmethod
     def create(
@@ -91,8 +99,14 @@ class EngineLoop:
     def tokenizer_dir(self) -> Path:
         return Path(self.ready.tokenizer_dir)
 
-    def submit(self, message: AddRequest | AbortRequest | StepTogether) -> None:
-        """Take a message in. A request that breaks the scheduler's rules ends alone, with an error."""
+    def submit(self, message: AddRequest | AbortRequest | StepTogether | ResidencyMessage) -> None:
+        """Take a message in. A request that breaks the scheduler's rules ends alone, with an error.
+
+        Whether a Pause, Resume, Sleep or Wake has come about, `residency` tells.
+        """
+        if isinstance(message, Pause | Resume | Sleep | Wake):
+            self.residency.ask(message)
+            return
         if isinstance(message, StepTogether):
             return  # this engine steps on its own
         if isinstance(message, AbortRequest):

@@ -83,6 +83,7 @@ class EngineServer:
     def run(self) -> None:
         idle = True
         while self._take_messages(wait=idle):
+            self._tell_residency()  # before a step: whoever resumes takes part in it
             if self._loop.has_work():
                 idle = False
                 self._tell(self._loop.step())
@@ -92,6 +93,15 @@ class EngineServer:
             elif self._told != self._gauges():  # pages that nobody uses have been unmapped
                 self._tell_gauges()
         self._loop.close()
+
+    def _tell_residency(self) -> None:
+        """What pauses, sleep and wake-up have come to. Requests that they ended are told first."""
+        while (answer := self._loop.residency.advance()) is not None:
+            pending = self._loop.scheduler.pending_outputs()
+            if pending is not None:
+                self._channel.send(pending)
+            self._tell_gauges()  # before the answer: who hears of memory that went or came sees it in the figures
+            self._channel.send(answer)
 
     def _take_messages(self, wait: bool) -> bool:
         """Everything that has arrived. False after Shutdown."""

@@ -12,7 +12,7 @@ import enum
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import msgspec
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
+from xllm_npu.master.model_residency import ModelResidency, ResidencyError, ResidencyEvents, ResidencyState
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.restart_policy import RestartPolicy
@@ -46,6 +47,7 @@ TEXT_THREADS = 4
 class EngineStatus(enum.Enum):
     LOADING = "loading"
     READY = "ready"
+    SLEEPING = "sleeping"  # or on its way there or back
     RESTARTING = "restarting"
     DEAD = "dead"
 
@@ -54,10 +56,15 @@ class EngineDeadError(RuntimeError):
     """An engine process is gone; the message names it and how it ended."""
 
 
+class ModelSleeping(RuntimeError):
+    """The model has given its memory back; it serves requests again after `LLMMaster.wake`."""
+
+
 class LLMMaster:
     """`status` goes from LOADING to READY, and to DEAD when an engine dies; `failure` then says why.
 
-    With --restart_on_failure an engine that dies after the first READY makes it RESTARTING, then READY again.
+    With --restart_on_failure an engine that dies after the first READY makes it RESTARTING, then READY again, or what
+    it was: a model that slept sleeps, one that was paused is paused. `sleep` makes it SLEEPING and `wake` READY.
     """
 
     tokenizer: Tokenizer
@@ -83,6 +90,13 @@ class LLMMaster:
         self._dispatcher: OutputDispatcher | None = None
         self._readying: asyncio.Task[None] | None = None
         self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
+        self._searches: set[int] = set()  # ids of beam searches that go on
+        self._no_search = asyncio.Event()
+        self._no_search.set()
+        self._residency = ModelResidency(
+            lambda: self._engines, bool(getattr(settings.kv_cache, "enable_vmm_weights", False)), self._searches_end,
+            ResidencyEvents(self._on_residency, self.metrics.on_transition))
+        self._restoring: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
@@ -126,13 +140,15 @@ class LLMMaster:
     # What service/ calls
 
     def generate(self, request: GenerationInput, stream: bool = True) -> AsyncIterator[RequestOutput]:
-        """Check and submit at once (raises InvalidParameter, EngineDeadError), then iterate outputs.
+        """Check and submit at once (raises InvalidParameter, EngineDeadError, ModelSleeping), then iterate outputs.
 
         The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
         Without `stream`, and of a beam search, there is one output, at the end.
         """
         if self._dispatcher is None:
             raise EngineDeadError(self.failure or "The engine is not ready.")
+        if self.status is EngineStatus.SLEEPING:
+            raise ModelSleeping(f"The model {served_model_names(self.settings)[0]} is asleep.")
         if self.status is not EngineStatus.READY or not self._engines.alive:  # its last words may be yet to come
             raise EngineDeadError(self.failure or "The engine process has ended.")
         message = self._factory.make(request)
@@ -184,11 +200,52 @@ class LLMMaster:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def check_health(self) -> bool:
-        return self.status is EngineStatus.READY and self._engines.alive
+        return self.status in (EngineStatus.READY, EngineStatus.SLEEPING) and self._engines.alive
+
+    # Pauses and sleep: each may be called again and at any time; one goes on at a time. They raise ResidencyError.
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the memory of weights and KV cache back; requests are refused until `wake`.
+
+        `level` 1 keeps the weights in host memory, 2 drops them. Requests that are open end ("abort"), finish first
+        ("wait"), or stay and go on after the wake-up ("keep").
+        """
+        await self._residency.sleep(level, mode)
+
+    async def wake(self, tags: Collection[str] = ()) -> None:
+        """Take memory again: all of it, or that of `tags` ("weights", "kv_cache"); with all of it the model serves."""
+        await self._residency.wake(tags)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Run no steps and keep the memory. New requests wait; `mode` as for `sleep`."""
+        await self._residency.pause(mode)
+
+    async def resume(self) -> None:
+        """The end of `pause`."""
+        await self._residency.resume()
+
+    @property
+    def residency(self) -> ResidencyState:
+        return self._residency.state
+
+    def _on_residency(self) -> None:
+        if self.status in (EngineStatus.READY, EngineStatus.SLEEPING):
+            self.status = EngineStatus.READY if self._residency.serves else EngineStatus.SLEEPING
+        self.metrics.set_residency(self.residency.state, self.residency.level)
+
+    async def _searches_end(self) -> None:
+        await self._no_search.wait()
+
+    async def _restore(self) -> None:
+        try:
+            await self._residency.restore()
+        except ResidencyError as error:
+            log.error("after the restart the model is awake, and not what it was: %s", error)
+            self._on_residency()
 
     async def shutdown(self, patience: float) -> None:
         """End the engines within `patience` seconds, by force if it must be; open requests end with an error."""
-        for task in filter(None, (self._placing, self._readying, self._restarting)):
+        for task in filter(None, (self._placing, self._readying, self._restarting, self._restoring)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if self._dispatcher is not None:
@@ -249,6 +306,10 @@ class LLMMaster:
             log.warning("the engine runs again")
         if self.status in (EngineStatus.LOADING, EngineStatus.RESTARTING):
             self.status, self.failure = EngineStatus.READY, None
+            self._residency.ready = True
+            if self._residency.slept:
+                self.status = EngineStatus.SLEEPING
+            self._restoring = asyncio.create_task(self._restore())
 
     def _on_exit(self, reason: str) -> None:
         pause = None if self.info is None else self._restarts.next_pause(time.monotonic())
@@ -258,6 +319,7 @@ class LLMMaster:
         else:
             self.failure = reason
             self.status = EngineStatus.RESTARTING
+        self._residency.forget()
         if self._dispatcher is not None:
             self._dispatcher.fail_all(f"The engine stopped: {reason}")
         if pause is not None:
@@ -279,6 +341,7 @@ class LLMMaster:
         sink = self._sink(message, outputs)
 
         def on_end() -> None:
+            self._end_search(message.request_id)
             task = asyncio.create_task(self._finish_search(search, sink))
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
@@ -290,6 +353,8 @@ class LLMMaster:
             rank = self._engines.send(beam, rank)  # where the beams' beginnings are
 
         search = BeamRequest(message, self._factory.eos_token_ids, self._dispatcher, send, self._factory.new_id, on_end)
+        self._searches.add(message.request_id)
+        self._no_search.clear()
         search.start()
         return outputs
 
@@ -303,7 +368,13 @@ class LLMMaster:
         if search.request_id in self._timings:  # else the client left meanwhile
             sink(output)
 
+    def _end_search(self, request_id: int) -> None:
+        self._searches.discard(request_id)
+        if not self._searches:
+            self._no_search.set()
+
     def _abandon_search(self, search: BeamRequest) -> None:
+        self._end_search(search.request_id)
         search.close()
         timing = self._timings.pop(search.request_id, None)
         if timing is not None:

@@ -23,6 +23,7 @@ from xllm_npu.scheduling.decode_stage import DecodeStage
 from xllm_npu.scheduling.latency_model import LatencyModel
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.output_processor import OutputProcessor
+from xllm_npu.scheduling.pause_gate import PauseGate
 from xllm_npu.scheduling.policy import Kind, Segment, get_policy
 from xllm_npu.scheduling.preemption import Preemption
 from xllm_npu.scheduling.prompt_stage import PromptStage
@@ -34,11 +35,13 @@ from xllm_npu.state.batch import Batch, BatchGroup, StepResult
 from xllm_npu.state.batch_table import DECODE, STOP_COLUMNS
 from xllm_npu.state.kv_cache.block_pool import BlockPool
 from xllm_npu.state.messages import (
+    FINISH_ABORT,
     FINISH_ERROR,
     SEQUENCES_PER_REQUEST,
     AddRequest,
     EngineStats,
     Finished,
+    PauseMode,
     StepOutputs,
     sequence_key,
 )
@@ -72,6 +75,7 @@ class Scheduler:
         self._pending_finished: list[Finished] = []
         self._next_step = 0
         self._stalled_since: float | None = None
+        self._gate = PauseGate()
         self._arrivals = 0
 
     # Requests in
@@ -100,7 +104,10 @@ class Scheduler:
         self.requests[request.request_id] = request
         lead = request.sequences[0]
         lead.fork_on_sample = len(request.sequences) > 1
-        self.waiting.push(lead)
+        if self._gate.holds_back(message):
+            self._gate.hold(lead)
+        else:
+            self.waiting.push(lead)
 
     def refuse(self, message: AddRequest, reason: str) -> None:
         """End a request that was never queued, with an error in the next outputs."""
@@ -140,31 +147,78 @@ class Scheduler:
             return
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+        held = self._gate.forget(sequence)
         if sequence.fork_on_sample:
-            self._hand_over_lead(sequence)
+            self._hand_over_lead(sequence, held)
         self._outputs.finish(sequence)
 
-    def _hand_over_lead(self, lead: Sequence) -> None:
+    def _hand_over_lead(self, lead: Sequence, held: bool) -> None:
         """The sequence that computes the prompt ends before it forked: the next sibling takes its part."""
         lead.fork_on_sample = False
         rest = [s for s in lead.request.sequences if s is not lead and s.state is not SequenceState.FINISHED]
         if rest:
             rest[0].fork_on_sample = len(rest) > 1
-            self.waiting.push(rest[0])
+            if held:
+                self._gate.hold(rest[0])
+            else:
+                self.waiting.push(rest[0])
 
     @property
     def has_work(self) -> bool:
-        """Something runs, waits, is in flight, or has news to report."""
-        return bool(self.requests or self._in_flight or self._pending_finished)
+        """Something runs or waits and may go on, is in flight, or has news to report."""
+        return bool(self._in_flight or self._pending_finished or (self.requests and not self._stopped))
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    # Pauses
+
+    def pause(self, mode: PauseMode) -> None:
+        """Schedule nothing more; the modes are those of `Pause`. May be called again, with another one.
+
+        What ends by it is in the next outputs. It has come about when `quiet`.
+        """
+        if mode == "abort":
+            for request in list(self.requests.values()):
+                keys = [s.key for s in request.sequences if s.state is not SequenceState.FINISHED]
+                self.abort(keys)
+                self._pending_finished += [Finished(key, FINISH_ABORT) for key in keys]
+        self._gate.close(lets_finish=mode == "wait")
+
+    @property
+    def _stopped(self) -> bool:
+        return self._gate.stops(len(self.requests))
+
+    @property
+    def quiet(self) -> bool:
+        """Paused, and nothing is in flight nor has to finish first."""
+        return self._stopped and not self._in_flight
+
+    def resume(self) -> None:
+        for lead in self._gate.open():
+            self.waiting.push(lead)
+
+    def let_go(self) -> None:
+        """While quiet: all that run give way, to be computed anew, no prefix is known, no KV block has memory."""
+        assert self.quiet, "a step is in flight, or a request has to finish first"
+        for sequence in self.running.sequences():
+            self._preemption.preempt(sequence)
+        self.running.blocks.prefix.reset()
+        self._settle()
+        self.running.blocks.pool.freeze()
+
+    def take_hold(self) -> None:
+        """KV blocks may have memory again, after `let_go`."""
+        self.running.blocks.pool.thaw()
+
     # Schedule
 
     def schedule(self) -> BatchGroup | None:
         """The next step, or None if nothing can be scheduled before a step in flight has been processed."""
+        if self._stopped:
+            self._stalled_since = None
+            return None
         now = time.monotonic()
         self.running.blocks.pool.begin_step(self._next_step)
         plan = self._plan(now)
@@ -295,9 +349,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that rows, blocks, queues and requests agree; costs O(blocks)."""
         self.running.check_integrity()
+        self._gate.check_integrity()
         for sequence in self.waiting:
             assert sequence.state is SequenceState.WAITING
             assert sequence.row == NO_ROW
+            assert sequence not in self._gate.held, "a sequence waits and is held back"
         for request in self.requests.values():
             unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
             assert len(unfinished) == request.num_unfinished > 0

@@ -1,9 +1,12 @@
 """What the HTTP process and the engine process say to each other: msgspec structs, arrays as raw bytes.
 
-Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`. Engine to client: `EngineReady` once, then
-one `StepOutputs` for each engine step that has news for a client, `EngineFailed` before it dies if it can.
+Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`, and `Pause`, `Resume`, `Sleep`, `Wake`, each
+of which is answered by one `Residency`. Engine to client: `EngineReady` once, then one `StepOutputs` for each engine
+step that has news for a client, `EngineFailed` before it dies if it can.
 A sequence is addressed by its key: request_id * SEQUENCES_PER_REQUEST + index.
 """
+
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -34,6 +37,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     tpot_slo_ms: int = 0
     ttlt_slo_ms: int = 0
     cache_salt: str = ""
+    continues: bool = False  # another that runs already: a pause that lets open requests finish lets it pass
 
     @property
     def prompt_token_ids(self) -> npt.NDArray[np.int32]:
@@ -56,8 +60,54 @@ class StepTogether(msgspec.Struct, tag=True, array_like=True):
     total_sent: int  # requests sent to all engines together since they started
 
 
+PauseMode = Literal["abort", "wait", "keep"]
+WEIGHTS_TAG, KV_CACHE_TAG = "weights", "kv_cache"
+TAGS = (WEIGHTS_TAG, KV_CACHE_TAG)  # what sleeps and wakes
+AWAKE, PAUSED, SLEEPING = "awake", "paused", "sleeping"  # states of an engine
+
+
+class Pause(msgspec.Struct, tag=True, array_like=True):
+    """Run no more steps, but keep all memory. Requests that come from now on wait.
+
+    Those that are open end now (abort), finish first (wait), or stay and go on when steps run again (keep).
+    """
+
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, tag=True, array_like=True):
+    """Run steps again. Refused while asleep. Where engines step together each counts it like a request."""
+
+
+class Sleep(msgspec.Struct, tag=True, array_like=True):
+    """Pause, if that has not happened, and give memory back. Cached prefixes are forgotten, and requests that stay lose
+    their KV. Where engines step together, all of them are paused before one is told to sleep.
+    """
+
+    level: int  # 1: weights go to host memory; 2: they are dropped
+    mode: PauseMode
+
+
+class Wake(msgspec.Struct, tag=True, array_like=True):
+    """Take memory again. With all of it the engine is paused, and not yet awake."""
+
+    tags: list[str]  # of TAGS; empty: all
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End after the step in flight; the client has drained or aborted its requests."""
+
+
+class Residency(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """The answer to a Pause, Resume, Sleep or Wake: what holds now. After an error that is what held before."""
+
+    state: str  # AWAKE, PAUSED, SLEEPING
+    level: int  # of sleep; 0 unless SLEEPING
+    tags: list[str]  # whose memory is there
+    seconds: float  # from the message to this answer
+    freed_bytes: int = 0  # given back by this transition
+    error: str = ""  # a sentence for people: why it did not come about
+    reason: str = ""  # with an error, one word: memory, asleep, unsupported
 
 
 class WeightLoad(msgspec.Struct, array_like=True):
@@ -181,8 +231,9 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
         return np.frombuffer(self.tokens, np.int32)
 
 
-ClientMessage = AddRequest | AbortRequest | StepTogether | Shutdown
-EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed
+ResidencyMessage = Pause | Resume | Sleep | Wake
+ClientMessage = AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake
+EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed | Residency
 
 
 def sequence_key(request_id: int, index: int) -> int:

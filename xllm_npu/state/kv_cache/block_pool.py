@@ -76,6 +76,12 @@ class BlockPool:
     def check(self) -> None:
         """Raise what has made the memory of blocks unusable."""
 
+    def freeze(self) -> None:
+        """No block is referenced or cached: none has memory afterwards but the dummy, and none can be had."""
+
+    def thaw(self) -> None:
+        """The end of `freeze`."""
+
     def page_stats(self) -> PageStats | None:
         """Of the pages that blocks lie in, where those come and go."""
         return None

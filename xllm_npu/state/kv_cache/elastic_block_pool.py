@@ -180,6 +180,14 @@ class ElasticBlockPool(BlockPool):
     def check(self) -> None:
         self.pages.check()
 
+    def freeze(self) -> None:
+        assert not self._num_used, "blocks are referenced"
+        assert not self._cached, "blocks are cached"
+        self.pages.freeze()
+
+    def thaw(self) -> None:
+        self.pages.thaw()
+
     def page_stats(self) -> PageStats | None:
         return self.pages.stats()
 

@@ -1,0 +1,263 @@
+"""One model's pauses, sleep and wake-up over all of its engines: one transition at a time, all ranks or none.
+
+Every transition goes through the state "paused" on all ranks: none is told to sleep before all have paused, and none
+to resume before all have their memory, so that no rank waits in a step for one that sleeps. If one rank cannot, the
+others go back to what they were. A transition that has begun goes on when its caller leaves. Knows no request and no
+text; the engines' order of things is in engine_residency.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from xllm_npu.master.engine_group import EngineGroup, EnginesGone
+from xllm_npu.state.messages import (
+    AWAKE,
+    PAUSED,
+    SLEEPING,
+    TAGS,
+    Pause,
+    PauseMode,
+    Residency,
+    Resume,
+    Sleep,
+    Wake,
+)
+
+log = logging.getLogger(__name__)
+
+MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+LEVELS = (1, 2)
+
+
+class ResidencyError(RuntimeError):
+    """A transition did not come about; the model is what it was, unless `code` is "gone".
+
+    `code`: "invalid" an argument; "unsupported" by these settings; "asleep" where it would have to be awake;
+    "not_ready" the model loads; "memory" there is not enough of it now; "gone" the engines have ended.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+@dataclass(slots=True, frozen=True)
+class ResidencyState:
+    state: str = AWAKE  # awake, paused, sleeping
+    level: int = 0  # of sleep: 1 weights in host memory, 2 dropped; 0 unless sleeping
+    tags: tuple[str, ...] = TAGS  # whose memory is there: "weights", "kv_cache"
+    since: float = 0.0  # time.time() of the last change
+    transition: str = ""  # sleep, wake, pause or resume, while one goes on
+    last_seconds: dict[str, float] = field(default_factory=dict)  # of the last one of each that came about
+    freed_bytes: int = 0  # by the last sleep, on all ranks
+
+
+@dataclass(slots=True, frozen=True)
+class ResidencyEvents:
+    on_change: Callable[[], object]  # `state` is another
+    on_transition: Callable[[str, float, str], object]  # name, seconds, error code or ""
+
+
+class ModelResidency:
+    def __init__(
+        self, engines: Callable[[], EngineGroup], can_sleep: bool, drained: Callable[[], Awaitable[None]],
+        events: ResidencyEvents,
+    ) -> None:
+        """`engines`: those that serve now. `can_sleep`: settings let their memory go. `drained` waits for requests of
+        several parts that engines cannot know to be unfinished.
+        """
+        self._engines, self._can_sleep, self._drained, self._events = engines, can_sleep, drained, events
+        self.state = ResidencyState(since=time.time())
+        self.ready = False  # the engines have loaded
+        self._wanted: Sleep | Pause | None = None  # what holds, for engines that replace these
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def serves(self) -> bool:
+        """Requests that are sent now are served, perhaps after a pause."""
+        return self.state.state != SLEEPING and self.state.transition != "sleep"
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give memory back: 1 keeps weights in host memory, 2 drops them. Raises ResidencyError."""
+        checked = _mode(mode)
+        if level not in LEVELS:
+            raise ResidencyError("invalid", f"level must be 1 or 2, got {level}.")
+        if not self._can_sleep:
+            raise ResidencyError("unsupported", "This model cannot sleep: its weights are not in virtual memory. "
+                                 "Start the server with --enable-vmm-weights.")
+        await self._run("sleep", lambda: self._sleep(level, checked))
+
+    async def wake(self, tags: Collection[str]) -> None:
+        """Take memory again, all of it or that of `tags`; steps run again when all is there. Raises ResidencyError."""
+        unknown = sorted(set(tags) - set(TAGS))
+        if unknown:
+            raise ResidencyError("invalid", f"tags are out of {', '.join(TAGS)}; got {', '.join(unknown)}.")
+        await self._run("wake", lambda: self._wake(list(tags)))
+
+    async def pause(self, mode: str) -> None:
+        """Run no steps, keep all memory. New requests wait. Raises ResidencyError."""
+        checked = _mode(mode)
+        await self._run("pause", lambda: self._pause(checked))
+
+    async def resume(self) -> None:
+        """The end of `pause`. Raises ResidencyError while asleep."""
+        await self._run("resume", self._resume)
+
+    async def restore(self) -> None:
+        """New engines, which are awake, become what the old ones were. Raises ResidencyError."""
+        wanted = self._wanted
+        if isinstance(wanted, Sleep):
+            await self._run("sleep", lambda: self._sleep(wanted.level, wanted.mode))
+        elif wanted is not None:
+            await self._run("pause", lambda: self._pause(wanted.mode))
+
+    def forget(self) -> None:
+        """The engines have ended, and with them their state."""
+        self.ready = False
+        self._set(state=AWAKE, level=0, tags=TAGS)
+
+    @property
+    def slept(self) -> bool:
+        """New engines are to sleep, as the old ones did."""
+        return isinstance(self._wanted, Sleep)
+
+    # One at a time
+
+    async def _run(self, name: str, transition: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.create_task(self._alone(name, transition))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)  # nobody else will
+            raise
+
+    async def _alone(self, name: str, transition: Callable[[], Awaitable[None]]) -> None:
+        async with self._lock:
+            if not self.ready:
+                raise ResidencyError("not_ready", "The model is not loaded.")
+            began = time.monotonic()
+            self._set(transition=name)
+            try:
+                await transition()
+            except EnginesGone as error:
+                self._end(name, began, "gone")
+                raise ResidencyError("gone", str(error)) from error
+            except ResidencyError as error:
+                self._end(name, began, error.code)
+                raise
+            self._end(name, began, "")
+
+    def _end(self, name: str, began: float, code: str) -> None:
+        seconds = time.monotonic() - began
+        if code:
+            self._set(transition="")
+        else:
+            self._set(transition="", last_seconds={**self.state.last_seconds, name: seconds})
+        self._events.on_transition(name, seconds, code)
+
+    # The transitions
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._quiet(mode)
+        if self.state.state == AWAKE:
+            self._set(state=PAUSED)
+            self._wanted = Pause("keep")
+
+    async def _quiet(self, mode: PauseMode) -> None:
+        """No engine runs steps."""
+        if self.state.state == SLEEPING and mode != "abort":
+            return  # nothing could finish now: those that are open stay
+        self._accept(await self._engines().ask(Pause(mode)))
+        if mode == "wait":
+            await self._drained()
+            self._accept(await self._engines().ask(Pause(mode)))
+
+    async def _resume(self) -> None:
+        if self.state.state == SLEEPING:
+            raise ResidencyError("asleep", "The model sleeps: wake it up.")
+        if self.state.state == PAUSED:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        self._wanted = None
+        self._accept(await self._engines().ask(Resume()))
+        self._set(state=AWAKE, level=0, tags=TAGS)
+
+    async def _sleep(self, level: int, mode: PauseMode) -> None:
+        before = self.state
+        await self._quiet(mode)
+        if before.state == SLEEPING and level <= before.level and not before.tags:
+            return
+        answers = await self._engines().ask(Sleep(level, "keep"))
+        failed = [a for a in answers.values() if a.error]
+        if failed:
+            await self._undo_sleep(before, answers)
+            raise _error(failed[0])
+        self._wanted = Sleep(level, "keep")
+        self._set(state=SLEEPING, level=max(level, before.level), tags=(),
+                  freed_bytes=sum(a.freed_bytes for a in answers.values()))
+
+    async def _undo_sleep(self, before: ResidencyState, answers: dict[int, Residency]) -> None:
+        asleep = [rank for rank, a in answers.items() if not a.error]
+        if before.state == SLEEPING:
+            return  # deeper than it was, on some: a wake-up of all undoes both
+        if asleep:
+            self._accept(await self._engines().ask(Wake([]), asleep))
+        if before.state == AWAKE:
+            await self._go_on()
+
+    async def _wake(self, tags: list[str]) -> None:
+        before = self.state
+        missing = [tag for tag in tags or TAGS if tag not in before.tags]
+        if before.state == SLEEPING and missing:
+            answers = await self._engines().ask(Wake(missing))
+            failed = [a for a in answers.values() if a.error]
+            if failed:
+                await self._undo_wake(before, answers)
+                raise _error(failed[0])
+            self._set(tags=tuple(tag for tag in TAGS if tag in before.tags or tag in missing))
+        if len(self.state.tags) == len(TAGS) and self.state.state != AWAKE:
+            await self._go_on()
+
+    async def _undo_wake(self, before: ResidencyState, answers: dict[int, Residency]) -> None:
+        """Those that woke up sleep again. What woke before, by its tag, sleeps too: no rank has more than another."""
+        awake = [rank for rank, a in answers.items() if not a.error]
+        if awake:
+            self._accept(await self._engines().ask(Sleep(before.level, "keep")))
+            self._set(tags=())
+
+    @staticmethod
+    def _accept(answers: dict[int, Residency]) -> None:
+        for answer in answers.values():
+            if answer.error:
+                raise _error(answer)
+
+    def _set(self, **changes: object) -> None:
+        if any(name in changes and changes[name] != getattr(self.state, name) for name in ("state", "level", "tags")):
+            changes["since"] = time.time()
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        self._events.on_change()
+
+
+def _mode(mode: str) -> PauseMode:
+    for known in MODES:
+        if mode == known:
+            return known
+    raise ResidencyError("invalid", f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
+
+
+def _error(answer: Residency) -> ResidencyError:
+    return ResidencyError(answer.reason or "memory", answer.error)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.warning("the model's residency has not changed: %s", task.exception())
