@@ -50,8 +50,10 @@ def start_engine(settings: Settings, init: EngineInit | None, progress: Progress
 def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bool) -> tuple[Engine, EngineReady]:
     if not init.rendezvous:
         init.rendezvous = f"file://{init.directory}/rendezvous"
+    init.ledgers = init.ledgers or init.directory
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
-                slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
+                slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous,
+                ledgers=init.ledgers)
     made: list[LoadedWorker] = []
 
     def make() -> Worker:

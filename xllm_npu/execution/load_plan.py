@@ -154,7 +154,7 @@ def plan_cache(
         virtual = plan_virtual_kv(
             kv, platform, backend, spec, sharers=sharers, blocks=blocks,
             most_blocks=-(-shape.max_model_len // shape.block_size) * shape.max_seqs + 1, workspace_bytes=workspace,
-            memory=weights)
+            ledger=rank.open_ledger(platform) if weights is None else None, memory=weights)
         blocks, usable = virtual.num_blocks, virtual.usable_blocks
     return CachePlan(blocks, _fitting_shape(settings, shape, usable), virtual)
 

@@ -7,11 +7,14 @@ model hold different experts and form one world.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from xllm_models.config import ModelConfig
+from xllm_platform.base import Platform
 from xllm_platform.parallel import ExpertExchange, ParallelInit
 
 from xllm_npu.config.settings import Settings
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.state.launch import Slot
 
 
@@ -24,11 +27,16 @@ class Rank:
     slots: tuple[Slot, ...] = field(default_factory=lambda: (Slot(),))  # of all ranks
     rendezvous: str = ""  # of all ranks
     own_rendezvous: str = ""  # of this engine's ranks alone; "": made from the other
+    ledgers: str = ""  # directory with a ledger for each device of this machine; "": nobody shares it
 
     @property
     def ranks_here(self) -> int:
         """Ranks on this machine."""
         return sum(s.node == self.slot.node for s in self.slots)
+
+    def open_ledger(self, platform: Platform) -> DeviceLedger | None:
+        """That of the selected device. Raises OSError."""
+        return DeviceLedger(Path(self.ledgers) / f"device-{platform.device().index or 0}") if self.ledgers else None
 
     def parallel_init(self, settings: Settings, config: ModelConfig) -> ParallelInit:
         p, timeout = settings.parallel, settings.distributed.collective_timeout

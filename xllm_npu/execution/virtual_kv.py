@@ -16,6 +16,7 @@ from xllm_platform.base import Platform, VirtualMemoryDriver
 
 from xllm_npu.config.kv_cache import KvCacheSettings
 from xllm_npu.execution.model_loader import LoadError
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.growth import GrowthLimits, GrowthRule
 from xllm_npu.memory.kv_capacity import CacheTooSmall
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
@@ -31,6 +32,7 @@ class VirtualKV:
     growth: GrowthRule | None  # None: fixed
     synchronize: Callable[[], None]
     select_device: Callable[[], None]
+    ledger: DeviceLedger | None = None
     memory: WorkerMemoryResources | None = None  # with the weights in it, where those are in virtual memory too
 
     @property
@@ -55,7 +57,8 @@ class VirtualKV:
         if self.memory is not None:
             self.memory.open_kv(self.layout)
             return self.memory
-        return WorkerMemoryResources(self.driver, self.layout, self.growth, self.synchronize, self.select_device)
+        return WorkerMemoryResources(self.driver, self.layout, self.growth, self.synchronize, self.select_device,
+                                     ledger=self.ledger)
 
 
 def open_driver(settings: KvCacheSettings, platform: Platform) -> VirtualMemoryDriver:
@@ -72,19 +75,21 @@ def open_driver(settings: KvCacheSettings, platform: Platform) -> VirtualMemoryD
 
 def plan_virtual_kv(
     settings: KvCacheSettings, platform: Platform, backend: type[PagedBackend], spec: Any, *, sharers: int,
-    blocks: int, most_blocks: int, workspace_bytes: int, memory: WorkerMemoryResources | None = None,
+    blocks: int, most_blocks: int, workspace_bytes: int, ledger: DeviceLedger | None = None,
+    memory: WorkerMemoryResources | None = None,
 ) -> VirtualKV:
     """`blocks`: of the physical cache, for a fixed arena; `most_blocks`: that all sequences together could use.
 
     `sharers` ranks take from the same memory; `workspace_bytes` of it are left to steps larger than any seen. `memory`:
-    that has the weights already, whose pages and limits the cache shares.
+    that has the weights already, whose pages, limits and ledger the cache shares.
     """
     driver = open_driver(settings, platform) if memory is None else memory.pool.driver
     regions = backend.num_kv_caches(spec)
     block_bytes = backend.kv_bytes_per_block(spec) // regions
     growth = None
     if settings.vmm_elastic:
-        growth = memory.growth if memory is not None else growth_rule(settings, platform, sharers, workspace_bytes)
+        growth = memory.growth if memory is not None else growth_rule(settings, platform, sharers, workspace_bytes,
+                                                                      ledger)
         assert growth is not None
         budget = growth.limits.reservation_bytes - (0 if memory is None else memory.committed_bytes)
     else:
@@ -92,7 +97,7 @@ def plan_virtual_kv(
     layout = page_layout(page_bytes=settings.phy_page_granularity_size, granularity=driver.granularity,
                          block_bytes=block_bytes, num_regions=regions, budget=budget, most_blocks=most_blocks)
     planned = VirtualKV(driver=driver, layout=layout, growth=growth, synchronize=platform.synchronize,
-                        select_device=selecting(platform), memory=memory)
+                        select_device=selecting(platform), ledger=ledger, memory=memory)
     least = 2 if growth is not None else 1
     if layout.num_pages < least or planned.num_blocks < 2:
         raise CacheTooSmall(
@@ -114,7 +119,8 @@ def selecting(platform: Platform) -> Callable[[], None]:
     return lambda: platform.set_device(index)
 
 
-def growth_rule(settings: KvCacheSettings, platform: Platform, sharers: int, workspace_bytes: int) -> GrowthRule:
+def growth_rule(settings: KvCacheSettings, platform: Platform, sharers: int, workspace_bytes: int,
+                ledger: DeviceLedger | None) -> GrowthRule:
     """The ratio counts where it was set; else memory that is free is what limits growth. `max_cache_size` limits what
     weights and KV cache take together; it is not about weights alone.
     """
@@ -125,4 +131,4 @@ def growth_rule(settings: KvCacheSettings, platform: Platform, sharers: int, wor
         max_bytes=settings.max_cache_size if settings.enable_vmm_kvcache else 0,
         reserve_bytes=settings.vmm_memory_reserve_bytes + workspace_bytes,
     )
-    return GrowthRule(limits, platform.memory_info, platform.allocator_stats, sharers)
+    return GrowthRule(limits, platform.memory_info, platform.allocator_stats, sharers, ledger)

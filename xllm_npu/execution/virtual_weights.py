@@ -18,6 +18,7 @@ from xllm_platform.base import OutOfMemoryError, Platform
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.model_loader import LoadError, load_model_weights
 from xllm_npu.execution.virtual_kv import growth_rule, kv_page_bytes, open_driver, selecting
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.weight_contents import SleepOptions
 from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
@@ -28,7 +29,7 @@ Build = Callable[[], Any]
 
 def build_over_pages(
     settings: Settings, platform: Platform, build: Build, block_bytes: Callable[[Any], int], *, sharers: int,
-    workspace_bytes: int,
+    workspace_bytes: int, ledger: DeviceLedger | None,
 ) -> tuple[Any, WorkerMemoryResources]:
     """(a model whose weights lie in pages and are not loaded yet, those pages and what else will come of them).
 
@@ -42,8 +43,9 @@ def build_over_pages(
     size = kv.phy_page_granularity_size
     if kv.enable_vmm_kvcache:
         size = kv_page_bytes(kv, driver, block_bytes(probe))
-    growth = growth_rule(kv, platform, sharers, workspace_bytes) if kv.vmm_elastic else None
-    memory = WorkerMemoryResources(driver, None, growth, platform.synchronize, selecting(platform), page_bytes=size)
+    growth = growth_rule(kv, platform, sharers, workspace_bytes, ledger) if kv.vmm_elastic else None
+    memory = WorkerMemoryResources(driver, None, growth, platform.synchronize, selecting(platform), page_bytes=size,
+                                   ledger=ledger)
     try:
         region = memory.open_weights(planned)
     except (OutOfMemoryError, PageGrowthRefused) as error:

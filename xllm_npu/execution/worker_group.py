@@ -84,7 +84,7 @@ class WorkerGroup:
         line = msgspec.json.encode(WorkerInit(
             settings=init.settings, steps=self._endpoint, reports=self._reports_endpoint, seed=init.seed,
             dp_rank=init.dp_rank, tp_rank=rank, slot=self._slots[rank], rendezvous=init.rendezvous, world=init.slots,
-            own_rendezvous=init.own_rendezvous, ring=place,
+            own_rendezvous=init.own_rendezvous, ring=place, ledgers=init.ledgers,
             memory=f"ipc://{init.directory}/memory-{init.dp_rank}-{rank}",
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,

@@ -164,7 +164,8 @@ def _build(start: _Start) -> tuple[Any, WorkerMemoryResources | None]:
         return build(), None
     shape = step_shape(settings, config, platform)
     return build_over_pages(settings, platform, build, block_bytes, sharers=num_sharers(start.rank, platform),
-                            workspace_bytes=workspace_bytes(config, shape, settings.parallel.dp_size))
+                            workspace_bytes=workspace_bytes(config, shape, settings.parallel.dp_size),
+                            ledger=start.rank.open_ledger(platform))
 
 
 def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:

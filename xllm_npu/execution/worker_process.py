@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from xllm_npu.config.settings import Settings
-from xllm_npu.execution.child import describe, follow_parent, read_line, speaks_for_itself
+from xllm_npu.execution.child import describe, follow_parent, read_line, remove_directory, speaks_for_itself
 from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import WorkerInit
@@ -74,7 +74,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcServer
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
-                rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous)
+                rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous, ledgers=init.ledgers)
     loaded = load_worker(settings, rank, lambda _: None)
     memory = None
     if loaded.memory is not None and loaded.memory.takes_calls:
@@ -95,8 +95,8 @@ def main() -> int:
     line = read_line()
     if not line:
         return EXIT_FAILED
-    follow_parent()
     init = msgspec.json.decode(line, type=WorkerInit)
+    follow_parent(lambda: remove_directory(init.directory) if init.directory else None)
     settings = Settings.model_validate_json(init.settings)
     setup_logging(settings.service.log_level)
     reporter, ended = Reporter(init.reports), threading.Event()

@@ -17,8 +17,11 @@ class EnginePlan:
     init: EngineInit
 
 
-def plan_on_one_machine(settings: Settings, directory: Path) -> list[EnginePlan]:
-    """One engine a data-parallel rank, with sockets in `directory`."""
+def plan_on_one_machine(settings: Settings, directory: Path, ledgers: Path | None = None) -> list[EnginePlan]:
+    """One engine a data-parallel rank, with sockets in `directory`.
+
+    `ledgers`: the directory, which exists, that all models of the server keep the ledgers of their devices in.
+    """
     tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size
     seed = settings.execution.random_seed
     seed = time.time_ns() if seed < 0 else seed
@@ -30,7 +33,7 @@ def plan_on_one_machine(settings: Settings, directory: Path) -> list[EnginePlan]
             settings=text, requests=f"ipc://{directory}/requests-{rank}", outputs=f"ipc://{directory}/outputs-{rank}",
             directory=str(directory), seed=seed, dp_rank=rank, slots=slots,
             rendezvous=f"file://{directory}/rendezvous",
-            agreement=f"ipc://{directory}/agreement" if dp_size > 1 else "",
+            agreement=f"ipc://{directory}/agreement" if dp_size > 1 else "", ledgers=str(ledgers or ""),
         ))
         for rank in range(dp_size)
     ]

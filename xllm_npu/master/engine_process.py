@@ -171,7 +171,7 @@ def main() -> int:
         return EXIT_FAILED
     init = msgspec.json.decode(line, type=EngineInit)
     os.makedirs(init.directory, mode=0o700, exist_ok=True)  # the parent may be slower, or on another machine
-    follow_parent(lambda: remove_directory(init.directory))  # not sooner: it would be made again behind its back
+    follow_parent(lambda: remove_directories(init))  # not sooner: it would be made again behind its back
     settings = Settings.model_validate_json(init.settings)
     setup_logging(settings.service.log_level)
     channel = Channel(init.requests, init.outputs)
@@ -197,6 +197,12 @@ def main() -> int:
         return EXIT_FAILED
     channel.close()
     return 0
+
+
+def remove_directories(init: EngineInit) -> None:
+    """The parent is gone, and with it all models of its server on this machine."""
+    for directory in filter(None, (init.directory, init.ledgers)):
+        remove_directory(directory)
 
 
 def freeze_start_up() -> None:

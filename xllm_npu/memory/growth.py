@@ -4,6 +4,7 @@
 statistics, the highest reservation so far less the present one (what it still holds is missing from free memory
 already; what it gave back it may take again). Without them, the least that was ever free beside the pages. Neither
 foresees shapes that have not run yet, nor memory that libraries take directly: `reserve_bytes` is for those.
+Ceilings are for all pages on the device, which its ledger knows, whichever model or rank they serve.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from xllm_platform.base import AllocatorStats, MemoryInfo
 
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
 
@@ -60,31 +62,38 @@ class GrowthRule:
 
     def __init__(
         self, limits: GrowthLimits, memory_info: Callable[[], MemoryInfo], stats: Callable[[], AllocatorStats],
-        sharers: int = 1,
+        sharers: int = 1, ledger: DeviceLedger | None = None,
     ) -> None:
-        self.limits = limits
+        """Without a ledger nobody else has pages there."""
+        self.limits, self.ledger = limits, ledger
+        if ledger is not None:
+            ledger.limit = limits.reservation_bytes * sharers
         self._memory_info, self._stats, self._sharers = memory_info, stats, sharers
         self._headroom = ExecutionHeadroom()
         self._lock = threading.Lock()
 
     def growable_bytes(self, committed: int) -> int:
         """How much more pages may take; below 0 if they have too much already. `committed`: what they take now."""
-        return min(self._below_ceiling(committed), self._live(committed))
-
-    def _below_ceiling(self, committed: int) -> int:
-        return self.limits.reservation_bytes - committed
+        left = self.limits.reservation_bytes - committed
+        if self.ledger is not None:
+            left = min(left, self.ledger.left // self._sharers)
+        return min(left, self._live(committed))
 
     def _live(self, committed: int) -> int:
         with self._lock:
+            together = committed * self._sharers if self.ledger is None else self.ledger.total
             free = self._memory_info().free
-            headroom = self._headroom.observe(self._stats(), free, committed * self._sharers)
+            headroom = self._headroom.observe(self._stats(), free, together)
         return (free - headroom) // self._sharers - self.limits.kept_free_bytes
 
     def check(self, more: int, committed: int) -> None:
         """Raises PageGrowthRefused unless `more` bytes may be taken. With 0: that what was taken leaves enough."""
-        if more > self._below_ceiling(committed):
+        if more > self.limits.reservation_bytes - committed:
             raise PageGrowthRefused("ceiling", f"Pages take {committed} bytes, and {more} more would pass the "
                                                f"ceiling of {self.limits.reservation_bytes}.")
+        if more and self.ledger is not None and more > (left := self.ledger.left):
+            raise PageGrowthRefused("ceiling", f"{more} more bytes of pages would pass the ceiling of all models on "
+                                               f"the device, which leaves {max(0, left)}.")
         live = self._live(committed)
         if more > live:
             raise PageGrowthRefused("memory", f"{more} more bytes of pages would leave too little memory: "

@@ -2,7 +2,8 @@
 
 Elastic pools create a handle when a slot is taken and release it when the slot comes back; fixed ones create all at
 once and keep them, unless who gives pages back wants their memory released. A slot is active once growth has reached
-it; ids never change and pages never move. Knows handles and bytes; no addresses, no budget, no KV cache, no weights.
+it; ids never change and pages never move. What is resident is reserved in the device's ledger, before it is and until
+it is no more. Knows handles and bytes; no addresses, no budget, no KV cache, no weights.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Sequence
 
 from xllm_platform.base import OutOfMemoryError, VirtualMemoryDriver
 
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.ownership import undoing
 
 
 class PhysicalPagePool:
-    def __init__(self, driver: VirtualMemoryDriver, page_bytes: int, num_pages: int, *, elastic: bool) -> None:
+    def __init__(self, driver: VirtualMemoryDriver, page_bytes: int, num_pages: int, *, elastic: bool,
+                 ledger: DeviceLedger | None = None) -> None:
         """Raises OutOfMemoryError if a fixed pool does not fit; nothing is kept then."""
         assert page_bytes % driver.granularity == 0
-        self.driver = driver
+        self.driver, self._ledger = driver, ledger
         self.page_bytes, self.num_pages, self.elastic = page_bytes, num_pages, elastic
         self._handles: dict[int, int] = {}  # id -> handle of those that are resident
         self._free = list(range(num_pages))  # a heap of ids that nobody has: low ones first
@@ -71,8 +74,7 @@ class PhysicalPagePool:
         for page in pages:
             assert page in self._taken, f"page {page} was not taken"
             if self.elastic or release:
-                self.driver.release_page(self._handles[page])
-                del self._handles[page]
+                self._release(page)
             self._taken.remove(page)
             heapq.heappush(self._free, page)
 
@@ -80,10 +82,11 @@ class PhysicalPagePool:
         """Release what is resident; everything has come back."""
         assert not self._taken, f"{len(self._taken)} pages are in use"
         for page in sorted(self._handles):
-            self.driver.release_page(self._handles[page])
-            del self._handles[page]
+            self._release(page)
 
     def _create(self, pages: Sequence[int]) -> None:
+        if self._ledger is not None:
+            self._ledger.reserve(len(pages) * self.page_bytes)
         done: list[int] = []
         try:
             for page in pages:
@@ -92,8 +95,16 @@ class PhysicalPagePool:
         except BaseException:
             with undoing("A page's creation"):
                 for page in done:
-                    self.driver.release_page(self._handles.pop(page))
+                    self._release(page)
+                if self._ledger is not None:
+                    self._ledger.release((len(pages) - len(done)) * self.page_bytes)
             raise
+
+    def _release(self, page: int) -> None:
+        self.driver.release_page(self._handles[page])
+        del self._handles[page]
+        if self._ledger is not None:
+            self._ledger.release(self.page_bytes)
 
     def check_integrity(self) -> None:
         assert len(set(self._free)) == len(self._free), "a page is free twice"
@@ -103,3 +114,5 @@ class PhysicalPagePool:
         assert not self.elastic or self._handles.keys() == self._taken, "pages are resident that nobody has taken"
         assert self._handles.keys() <= set(range(self.num_pages))
         assert len(set(self._handles.values())) == len(self._handles), "two pages share a handle"
+        if self._ledger is not None:
+            assert self._ledger.reserved == self.resident_bytes, "the device's ledger and the pool differ"

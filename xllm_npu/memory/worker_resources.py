@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from xllm_platform.base import OutOfMemoryError, PlatformError, VirtualMemoryDriver
 
+from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.growth import GrowthRule
 from xllm_npu.memory.kv_regions import VirtualKVCacheRegions
 from xllm_npu.memory.ownership import undoing
@@ -32,13 +33,17 @@ class WorkerMemoryResources:
     def __init__(
         self, driver: VirtualMemoryDriver, layout: PageLayout | None, growth: GrowthRule | None,
         synchronize: Callable[[], None], select_device: Callable[[], None] = lambda: None, *, page_bytes: int = 0,
+        ledger: DeviceLedger | None = None,
     ) -> None:
         """`growth` None: fixed arenas, resident from the start. With a `layout` the KV cache is opened at once.
 
         Without one there is nothing yet but a pool of pages of `page_bytes`. `synchronize` waits for the device's work;
-        `select_device` is called once by each thread that comes. Raises what `open_kv` raises.
+        `select_device` is called once by each thread that comes; `ledger`, the device's, is closed with this. Raises
+        what `open_kv` raises.
         """
-        self.pool = PhysicalPagePool(driver, layout.page_bytes if layout else page_bytes, 0, elastic=growth is not None)
+        self.pool = PhysicalPagePool(driver, layout.page_bytes if layout else page_bytes, 0, elastic=growth is not None,
+                                     ledger=ledger)
+        self._ledger = ledger
         self.weights: WeightRegion | None = None
         self.residency: WorkerResidency | None = None  # where weights are in virtual memory and can sleep
         self._layout: PageLayout | None = None
@@ -280,6 +285,8 @@ class WorkerMemoryResources:
                 if region is not None:
                     self.pool.give(region.close())
             self.pool.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     def check_integrity(self) -> None:
         with self._lock:

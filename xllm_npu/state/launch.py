@@ -37,6 +37,7 @@ class EngineInit(msgspec.Struct, kw_only=True):
     agreement: str = ""  # data-parallel ranks that step together: endpoint where rank 0 binds and the others connect
     steps: str = ""  # endpoint "tcp://address:port" to bind for workers on other machines; "": all are on this one
     reports: str = ""  # likewise, for what they say
+    ledgers: str = ""  # directory with the ledger of each device of this machine, for all models; "": `directory`
 
 
 class RingPlace(msgspec.Struct, kw_only=True):
@@ -61,4 +62,6 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     world: list[Slot]
     own_rendezvous: str = ""
     memory: str = ""  # endpoint to bind for calls about memory, where the KV cache is elastic
+    ledgers: str = ""  # as in EngineInit
+    directory: str = ""  # of its parent, where that is not its engine: goes with it
     ring: RingPlace | None = None  # shared memory that steps come through; None: they come by `steps`

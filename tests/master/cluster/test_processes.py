@@ -241,22 +241,27 @@ async def test_an_engine_gets_a_directory_that_goes_with_it(tmp_path: Path, monk
     async with machines() as made:
         node = await joined(made, code)
         child = await node.start("engine", engine_line())
-        (directory,) = tmp_path.glob("xllm-npu-*")  # noqa: ASYNC240
-        assert directory.stat().st_mode & 0o777 == 0o700
-        await until((directory / "here").exists, "the engine to use it")
+        await until(lambda: [*tmp_path.glob("*/here")], "the engine to use it")
+        (found,) = tmp_path.glob("*/here")  # noqa: ASYNC240
+        assert found.parent.stat().st_mode & 0o777 == 0o700
         child.kill()
-        await until(lambda: not directory.exists(), "the directory to go")
+        await until(lambda: not found.parent.exists(), "the directory to go")
+        assert len([*tmp_path.glob("xllm-npu-*")]) == 1, "that of the ledgers stays"  # noqa: ASYNC240
+    await until(lambda: not [*tmp_path.glob("xllm-npu-*")], "that too to go")
 
 
 def test_each_machine_has_its_own_paths():
     own = Settings(model={"model": "/mnt/here"}, execution={"num_threads": 3, "device_id": 4})  # type: ignore[arg-type]
     given = Settings(model={"model": "/data/there", "dtype": "float32"},  # type: ignore[arg-type]
                      execution={"device_id": 1}).model_dump_json(exclude_unset=True)  # type: ignore[arg-type]
-    line = localized(Start(0, "worker", worker_line(settings=given, ring=RingPlace(fd=7, bell=8, index=0))), own, None)
+    order = Start(0, "worker", worker_line(settings=given, ring=RingPlace(fd=7, bell=8, index=0)))
+    line = localized(order, own, None, "/all")
     worker = msgspec.json.decode(line, type=WorkerInit)
     settings = Settings.model_validate_json(worker.settings)
     assert worker.ring is None
+    assert (worker.ledgers, worker.directory) == ("/all", "/all")
     assert (settings.model.model, settings.model.dtype) == ("/mnt/here", "float32")
     assert (settings.execution.num_threads, settings.execution.device_id) == (3, -1)  # the slot names the device
-    line = localized(Start(0, "engine", engine_line(settings=given)), own, "/mine")
-    assert msgspec.json.decode(line, type=EngineInit).directory == "/mine"
+    line = localized(Start(0, "engine", engine_line(settings=given)), own, "/mine", "/all")
+    engine = msgspec.json.decode(line, type=EngineInit)
+    assert (engine.directory, engine.ledgers) == ("/mine", "/all")

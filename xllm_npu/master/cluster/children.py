@@ -51,6 +51,7 @@ class Children:
         self._settings, self._report = settings, report
         self._environment = {**(environment or {}), **os.environ}
         self._commands = commands or default_commands()
+        self._directory = ""  # for the ledgers of this machine's devices
         self._running: dict[int, _Child] = {}
         self._ended = False
 
@@ -58,9 +59,10 @@ class Children:
         """Reports Started and later Exited; only the latter where it cannot be started."""
         directory = None
         try:
+            self._directory = self._directory or tempfile.mkdtemp(prefix="xllm-npu-")
             if order.entry == "engine":
                 directory = tempfile.mkdtemp(prefix="xllm-npu-")
-            line = localized(order, self._settings, directory)
+            line = localized(order, self._settings, directory, self._directory)
             process = await asyncio.create_subprocess_exec(
                 *self._commands[order.entry], stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 env=self._environment, limit=2**20)
@@ -99,6 +101,7 @@ class Children:
         self._ended = True
         for child in self._running.values():
             _kill(child.process)
+        _remove(self._directory)
 
     async def _follow(self, number: int, process: asyncio.subprocess.Process) -> None:
         """Until it has ended: its grandchildren may hold its standard error for longer."""
@@ -131,14 +134,19 @@ async def _next_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.read(max(error.consumed, 1))
 
 
-def localized(order: Start, settings: Settings, directory: str | None) -> bytes:
-    """The child's line with this machine's own settings and directory. Raises MsgspecError if it is no such line."""
+def localized(order: Start, settings: Settings, directory: str | None, shared: str) -> bytes:
+    """The child's line with this machine's own settings, and directories: the child's own and that of all children.
+
+    Raises MsgspecError if it is no such line.
+    """
     if order.entry == "engine":
         engine = msgspec.json.decode(order.line, type=EngineInit)
         engine.settings, engine.directory = _with_own(engine.settings, settings), directory or ""
+        engine.ledgers = shared
         return msgspec.json.encode(engine)
     worker = msgspec.json.decode(order.line, type=WorkerInit)
     worker.settings, worker.ring = _with_own(worker.settings, settings), None
+    worker.ledgers = worker.directory = shared
     return msgspec.json.encode(worker)
 
 
@@ -161,5 +169,5 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def _remove(directory: str | None) -> None:
-    if directory is not None:
+    if directory:
         shutil.rmtree(directory, ignore_errors=True)
