@@ -89,8 +89,8 @@ def test_rules_21_and_30_a_fixed_arena_has_the_physical_capacity_resident_from_t
     made: list[WorkerMemoryResources] = []
     init = WorkerMemoryResources.__init__
 
-    def record(self, *arguments):
-        init(self, *arguments)
+    def record(self, *arguments, **options):
+        init(self, *arguments, **options)
         made.append(self)
         assert self.pool.fully_resident
         assert self.kv._regions[0].mapped_bytes == self.layout.region_bytes
@@ -142,7 +142,7 @@ def test_platforms_without_virtual_memory_are_refused(tiny_dir, monkeypatch):
     capabilities = CpuPlatform().capabilities
     without: Capabilities = dataclasses.replace(capabilities, virtual_memory=False)
     monkeypatch.setattr(CpuPlatform, "capabilities", without)
-    with pytest.raises(LoadError, match="leave --enable-vmm-kvcache out"):
+    with pytest.raises(LoadError, match="leave --enable-vmm-kvcache and"):
         run_engine(tiny_dir, [[40]], 2, **SMALL, **VMM)
 
 
