@@ -77,6 +77,7 @@ class LLMMaster:
         self.metrics = Metrics(served_model_names(settings)[0])
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
+        self.ledgers: Path | None = None  # directory of what all models of a server share
         self._engines = self._new_engines()
         service = settings.service
         self._restarts = RestartPolicy(service.max_restarts if service.restart_on_failure else 0)
@@ -117,7 +118,7 @@ class LLMMaster:
 
     async def _launch(self) -> None:
         if self._cluster is None:
-            self._engines.place(plan_on_one_machine(self.settings, self._directory))
+            self._engines.place(plan_on_one_machine(self.settings, self._directory, self.ledgers))
         else:
             self._engines.place(await self._cluster.plan(self._directory))
         await self._engines.start()

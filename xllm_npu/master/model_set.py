@@ -1,12 +1,14 @@
 """The models of one server, by the names that requests give: each has a master, and so engine processes, of its own.
 
 What happens to one (its start, a crash, a restart) is its own affair; the set starts them one after the other, because
-each measures the memory that those before it left, and ends them together. Knows no HTTP.
+each measures the memory that those before it left, and ends them together. They share the ledgers of the machine's
+devices, in a directory that goes with the set, or with the engines where this process is killed. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xllm_npu.config.settings import Settings, served_model_names
+from xllm_npu.master.engine_group import new_directory
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ class ModelSet:
         self._models = list(models)
         self._by_name = {name: model for model in models for name in model.names}
         self.on_progress: Callable[[ServedModel, EngineProgress], None] = lambda model, progress: None
+        self._ledgers = new_directory()
 
     @classmethod
     def of_settings(cls, settings: Sequence[Settings], new_master: NewMaster = LLMMaster) -> ModelSet:
@@ -102,7 +106,9 @@ class ModelSet:
 
     async def start(self) -> None:
         """Until all are ready. Raises StartFailed for the first that cannot be."""
+        self._ledgers.mkdir(mode=0o700)
         for model in self._models:
+            model.master.ledgers = self._ledgers
             model.master.on_progress = partial(self._on_progress, model)
             try:
                 await _unbroken(model.master.start())
@@ -125,10 +131,12 @@ class ModelSet:
         """End all engines within `patience` seconds; those that still load hear nothing and are not waited for."""
         await asyncio.gather(*(
             model.master.shutdown(patience if model.master.info is not None else 0.0) for model in self._models))
+        shutil.rmtree(self._ledgers, ignore_errors=True)
 
     def kill(self) -> None:
         for model in self._models:
             model.master.kill()
+        shutil.rmtree(self._ledgers, ignore_errors=True)
 
 
 async def _unbroken(start: Coroutine[Any, Any, None]) -> None:
