@@ -15,6 +15,7 @@ from xllm_models.attention.base import PagedBackend
 from xllm_platform.base import Platform, VirtualMemoryDriver
 
 from xllm_npu.config.kv_cache import KvCacheSettings
+from xllm_npu.config.names import flag
 from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.growth import GrowthLimits, GrowthRule
@@ -64,8 +65,9 @@ class VirtualKV:
 def open_driver(settings: KvCacheSettings, platform: Platform) -> VirtualMemoryDriver:
     """Raises LoadError where the platform has no virtual memory, or none of such pages."""
     if not platform.capabilities.virtual_memory:
+        names = [name for name in ("enable_vmm_kvcache", "enable_vmm_weights") if getattr(settings, name)]
         raise LoadError(f"Platform {platform.name} has no virtual memory here: leave "
-                        "--enable-vmm-kvcache and --enable-vmm-weights out.")
+                        f"{' and '.join(map(flag, names))} out.")
     driver, size = platform.virtual_memory(), settings.phy_page_granularity_size
     if size % driver.granularity:
         raise LoadError(f"phy_page_granularity_size is {size}, and pages of platform {platform.name} are multiples of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +45,7 @@ class WorkerParts:
     sampling: SamplingState
     parallel: ParallelState = field(default_factory=ParallelState.single)
     balancer: ExpertBalancer | None = None
-    memory: WorkerMemoryResources | None = None  # under the KV cache, where that is in virtual memory
+    memory: WorkerMemoryResources | None = None  # under weights and KV cache, where those are in virtual memory
 
 
 class Worker:
@@ -58,7 +59,7 @@ class Worker:
         began = time.monotonic()
         p = self.parts
         misses = dataclasses.replace(p.executor.misses)
-        with torch.inference_mode(), p.platform.inference_context():
+        with self._stepping(), torch.inference_mode(), p.platform.inference_context():
             self._update_rows(step)
             plan = p.executor.plan(step)
             built = p.builder.build(step, plan.graph_size, plan.padded_tokens)
@@ -68,6 +69,11 @@ class Worker:
             if p.balancer is not None:
                 p.balancer.after_step()
         return self._result(step, result, prompts, began, misses)
+
+    def _stepping(self) -> AbstractContextManager[object]:
+        """Held during a step, so that no sleep takes the weights away."""
+        memory = self.parts.memory
+        return nullcontext() if memory is None or memory.residency is None else memory.residency.stepping
 
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import xxhash
 
@@ -45,7 +46,8 @@ class DistributedVirtualMemoryCoordinator:
         assert workers
         self._workers, self._layout = list(workers), layout
         self.elastic_kv, self.has_weights = elastic and layout is not None, has_weights
-        self._lock = threading.Lock()  # one call at a time
+        self._lock = threading.Lock()
+        self._lost: MemoryOwnershipLost | None = None
         self._transactions = itertools.count()
         self._clock = clock
         self._growable, self._asked = self._ask(), clock()
@@ -82,7 +84,7 @@ class DistributedVirtualMemoryCoordinator:
     def map(self, offsets: Sequence[int]) -> None:
         """Back pages on all workers. Raises PageGrowthRefused, or MemoryOwnershipLost."""
         count = len(offsets) * self.layout.num_regions
-        with self._lock:
+        with self._alone():
             self._reserve({KV: count})
             transaction = next(self._transactions)
             try:
@@ -98,7 +100,7 @@ class DistributedVirtualMemoryCoordinator:
         """Give pages back on all workers. Raises MemoryOwnershipLost."""
         if not offsets:
             return
-        with self._lock:
+        with self._alone():
             self._insist(MemoryCall(verb="unmap", offsets=list(offsets)), "Memory could not be given back")
             self.budget.release(KV, len(offsets) * self.layout.num_regions)
             self._asked = -CAPACITY_SECONDS
@@ -112,7 +114,7 @@ class DistributedVirtualMemoryCoordinator:
         cannot keep them, and all are as before; or MemoryOwnershipLost.
         """
         assert self.has_weights
-        with self._lock:
+        with self._alone():
             transaction = next(self._transactions)
             failed = self._failures(MemoryCall(verb="prepare_sleep", transaction=transaction, level=level))
             if failed:
@@ -132,7 +134,7 @@ class DistributedVirtualMemoryCoordinator:
 
         Raises PageGrowthRefused, and all is as before; or MemoryOwnershipLost.
         """
-        with self._lock:
+        with self._alone():
             wanted = sorted(set(tags) & TAGS - self.awake)
             slots = {owner: self._at_rest[owner] for owner, tag in _OWNERS if tag in wanted}
             if not wanted:
@@ -152,7 +154,7 @@ class DistributedVirtualMemoryCoordinator:
 
     def weights_hash(self) -> str:
         """Of all workers' weights, in their order. Raises what a worker raises."""
-        with self._lock:
+        with self._alone():
             answers: list[int] = []
             failed = self._failures(MemoryCall(verb="weights_hash"), answers)
         if failed:
@@ -160,6 +162,18 @@ class DistributedVirtualMemoryCoordinator:
         return xxhash.xxh3_128_hexdigest(b"".join(answer.to_bytes(8, "little") for answer in answers))
 
     # Transactions
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time, and none after ownership was lost: that is raised again."""
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                yield
+            except MemoryOwnershipLost as error:
+                self._lost = error
+                raise
 
     def _reserve(self, wanted: dict[str, int]) -> None:
         """Slots that memory allows beyond those active become so; workers have the last word about memory."""

@@ -7,6 +7,7 @@ that; then everything is as before. Pages that cannot be given back are fatal. K
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class WorkerResidency:
         """The weights are loaded, and everything is mapped."""
         assert resources.weights is not None
         self.resources, self._options = resources, options
+        self.stepping = threading.Lock()  # who runs steps holds it: the tail of one that rank 0 has ended may still run
         self._weights: WeightRegion = resources.weights
         self._saved: tuple[int, KeptContents] | None = None  # by a sleep that is prepared
         self._kept: KeptContents | None = None  # contents of weights that are asleep
@@ -58,7 +60,7 @@ class WorkerResidency:
     def commit_sleep(self, transaction: int) -> int:
         """Give all pages back; returns their bytes. Raises MemoryOwnershipLost."""
         r = self.resources
-        with r.exclusive(), undoing("A sleep"):
+        with self.stepping, r.exclusive(), undoing("A sleep"):
             assert self._saved is not None
             assert self._saved[0] == transaction
             r.synchronize()
