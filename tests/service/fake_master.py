@@ -5,13 +5,17 @@ closed before its end is recorded, so that tests can wait for it by events.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import replace
 from typing import Any
 
-from xllm_npu.master.llm_master import EngineDeadError, EngineStatus
+from xllm_npu.config.kv_cache import KvCacheSettings
+from xllm_npu.config.settings import Settings
+from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
+from xllm_npu.master.model_residency import ResidencyError, ResidencyState
 from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import EngineReady
+from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineReady
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter
 
@@ -78,6 +82,19 @@ def says_then_waits(piece: str, gate: asyncio.Event) -> Script:
     return script
 
 
+class FakeMemory:
+    """What models share: so many of them may be awake; None: all."""
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room = room
+        self.awake: set[FakeMaster] = set()
+
+    def take(self, master: "FakeMaster") -> None:
+        if self.room is not None and len(self.awake | {master}) > self.room:
+            raise ResidencyError("memory", "There is not enough memory.")
+        self.awake.add(master)
+
+
 class FakeStream:
     def __init__(self, master: "FakeMaster", request: GenerationInput, outputs: AsyncIterator[RequestOutput]) -> None:
         self._master = master
@@ -102,12 +119,21 @@ class FakeStream:
 
 
 class FakeMaster:
-    def __init__(self, script: Script | None = None, status: EngineStatus = EngineStatus.READY) -> None:
+    def __init__(self, script: Script | None = None, status: EngineStatus = EngineStatus.READY, *,
+                 name: str = "tiny", memory: FakeMemory | None = None, vmm_weights: bool = True) -> None:
+        self.settings = Settings(kv_cache=KvCacheSettings(enable_vmm_kvcache=True, enable_vmm_weights=vmm_weights))
+        self.memory = memory or FakeMemory()
+        self.memory.take(self)
+        self.residency = ResidencyState()
+        self.transitions: list[tuple] = []
+        self.may_wake = asyncio.Event()  # a wake-up takes until then
+        self.may_wake.set()
+        self.wakes = asyncio.Event()  # a wake-up has begun
         self.script = script or says("Hello", " world")
         self.status = status
         self.failure: str | None = None
         self.info: EngineReady | None = INFO if status is not EngineStatus.LOADING else None
-        self.metrics = Metrics("tiny")
+        self.metrics = Metrics(name)
         self.tokenizer = ByteTokenizer()
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[Any], None] | None = None
@@ -120,9 +146,46 @@ class FakeMaster:
         self.aborted_one = asyncio.Event()
         self.healthy = True
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        if not self.settings.kv_cache.enable_vmm_weights:
+            raise ResidencyError("unsupported", "This model cannot sleep.")
+        if level not in (1, 2) or mode not in ("abort", "wait", "keep"):
+            raise ResidencyError("invalid", f"level {level} or mode {mode} is unknown.")
+        self.transitions.append(("sleep", level, mode))
+        self.memory.awake.discard(self)
+        self.status = EngineStatus.SLEEPING
+        self.residency = ResidencyState(SLEEPING, level, (), last_seconds={"sleep": 0.5}, freed_bytes=7)
+
+    async def wake(self, tags: Collection[str] = ()) -> None:
+        self.transitions.append(("wake", *tags))
+        if self.residency.state == SLEEPING:
+            self.wakes.set()
+            await self.may_wake.wait()
+            self.memory.take(self)
+        have = tuple(tag for tag in TAGS if not tags or tag in tags or tag in self.residency.tags)
+        if have == TAGS:
+            self.status, self.residency = EngineStatus.READY, ResidencyState()
+        else:
+            self.residency = replace(self.residency, tags=have)
+
+    async def pause(self, mode: str = "abort") -> None:
+        self.transitions.append(("pause", mode))
+        self.residency = ResidencyState(PAUSED)
+
+    async def resume(self) -> None:
+        if self.residency.state == SLEEPING:
+            raise ResidencyError("asleep", "The model sleeps: wake it up.")
+        self.transitions.append(("resume",))
+        self.residency = ResidencyState()
+
+    def virtual_memory_info(self) -> dict[str, Any]:
+        return {"pages": {"mapped": 3}}
+
     def generate(self, request: GenerationInput, stream: bool = True) -> AsyncIterator[RequestOutput]:
         if self.status is EngineStatus.DEAD:
             raise EngineDeadError("The engine process has ended.")
+        if self.status is EngineStatus.SLEEPING:
+            raise ModelSleeping("The model is asleep.")
         if len(request.prompt_token_ids) == 0:
             raise InvalidParameter(request.prompt_param, "The prompt is empty: it must have at least one token.")
         request.params.check(INFO.vocab_size)

@@ -13,7 +13,7 @@ from typing import Any
 from xllm_npu.config.aliases import ALIASES
 from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.layer import COMMAND_LINE, FILE, Layer, build_layer
-from xllm_npu.config.names import Given
+from xllm_npu.config.names import Given, flag
 from xllm_npu.config.settings import Settings, served_model_names, setting_fields, spans_machines
 from xllm_npu.config.values import split_list
 
@@ -69,10 +69,10 @@ def share_names(layers: Sequence[Layer], given: Given | None) -> None:
 
 
 def broken_list_rules(models: Sequence[Settings]) -> list[str]:
-    """What keeps these models from being served together, in sentences; one model alone breaks nothing."""
+    """What keeps these models from being served together, in sentences."""
     if len(models) < 2:
-        return []
-    return [*_equal_names(models), *_one_machine(models), *_sizes(models)]
+        return [*_sleepers(models)]
+    return [*_equal_names(models), *_one_machine(models), *_sizes(models), *_sleepers(models)]
 
 
 def _equal_names(models: Sequence[Settings]) -> Iterator[str]:
@@ -93,14 +93,23 @@ def _sizes(models: Sequence[Settings]) -> Iterator[str]:
     """A share of the memory that is free would be all of it for the model that comes first."""
     for index, settings in enumerate(models):
         kv, others = settings.kv_cache, [*models[:index], *models[index + 1 :]]
-        if kv.max_cache_size or kv.vmm_elastic or not any(_share_a_device(settings, other) for other in others):
+        if kv.max_cache_size or kv.vmm_elastic or not any(share_a_device(settings, other) for other in others):
             continue
         name = served_model_names(settings)[0]
         yield (f"The model {name} shares its device with another, so its KV cache needs a size: set --max-cache-size, "
                "such as 2GiB, or let caches grow and shrink with --enable-vmm-kvcache --vmm-elastic.")
 
 
-def _share_a_device(one: Settings, other: Settings) -> bool:
+def _sleepers(models: Sequence[Settings]) -> Iterator[str]:
+    service = models[0].service
+    if not any(settings.kv_cache.enable_vmm_weights for settings in models):
+        for name in ("auto_wakeup", "evict_idle_models"):
+            if getattr(service, name):
+                yield f"{flag(name)} needs a model that can sleep: set --enable-vmm-weights."
+
+
+def share_a_device(one: Settings, other: Settings) -> bool:
+    """As far as settings say it: the numbers of devices may mean different ones on different platforms."""
     if "cpu" in (one.execution.platform, other.execution.platform):
         return one.execution.platform == other.execution.platform
     return bool(_devices(one) & _devices(other))

@@ -134,6 +134,17 @@ def _one_address(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str
         yield f"{spelled.get('uds', '--uds')}={s.uds}: its directory does not exist."
 
 
+def _admin_address(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    s = settings.service
+    if s.admin_port and s.admin_port == s.port and not s.uds and s.host == s.admin_host:
+        yield (f"{spelled.get('admin_port', '--admin-port')}={s.admin_port} is the port of the API too: "
+               "choose another for one of them.")
+    if "admin_host" in spelled and not s.admin_port:
+        yield f"{spelled['admin_host']} has no meaning without --admin-port."
+    if "wakeup_timeout" in spelled and not s.auto_wakeup:
+        yield f"{spelled['wakeup_timeout']} has no meaning without --auto-wakeup."
+
+
 def _root_path(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
     path = settings.service.root_path
     if path and (not path.startswith("/") or path.endswith("/")):
@@ -160,6 +171,6 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _machines, _whole_prompt_fits_a_step,
-    _chunk_size, _in_batch_prefix, _virtual_memory, _tls, _one_address, _root_path, _api_keys, _chat_template,
-    _tokenizer,
+    _chunk_size, _in_batch_prefix, _virtual_memory, _tls, _one_address, _admin_address, _root_path, _api_keys,
+    _chat_template, _tokenizer,
 )  # fmt: skip

@@ -45,6 +45,22 @@ class ServiceSettings(Section):
     max_body_bytes: ByteCount = Field(
         default=32 * 2**20, ge=1024, le=2**40, description="largest request body; above it 413"
     )
+    admin_port: int = Field(
+        default=0, ge=0, le=65535,
+        description="TCP port of the admin routes (sleep, wake-up, pause, fork, status); 0: there are none",
+    )
+    admin_host: Annotated[str, Metavar("ADDR")] = Field(
+        default="127.0.0.1", min_length=1, description="address that the admin routes listen on"
+    )
+    auto_wakeup: bool = Field(
+        default=False, description="a request for a sleeping model wakes it up and waits, instead of getting 503"
+    )
+    wakeup_timeout: float = Field(
+        default=60.0, gt=0, le=86400, description="seconds that such a request waits at most; then 503"
+    )
+    evict_idle_models: bool = Field(
+        default=False, description="the model that was used least recently is put to sleep when another needs memory"
+    )
     shutdown_timeout: float = Field(
         default=30.0, ge=0, le=86400, description="seconds that SIGTERM lets running requests finish"
     )

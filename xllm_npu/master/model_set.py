@@ -8,6 +8,7 @@ devices, in a directory that goes with the set, or with the engines where this p
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -19,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 from xllm_npu.config.settings import Settings, served_model_names
 from xllm_npu.master.engine_group import new_directory
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
+from xllm_npu.master.model_residency import ResidencyError
 
 if TYPE_CHECKING:
     from xllm_npu.state.messages import EngineProgress
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05  # how soon a change of an engine's status is noticed
 
@@ -44,6 +48,10 @@ class ServedModel:
     master: LLMMaster
     in_flight: int = 0  # requests that were routed to it and have not ended
     last_use: float = field(default_factory=time.monotonic)  # when a request began or ended
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there is no request
+
+    def __post_init__(self) -> None:
+        self.idle.set()
 
     @property
     def name(self) -> str:
@@ -53,12 +61,15 @@ class ServedModel:
     def in_use(self) -> Iterator[None]:
         """While a request runs."""
         self.in_flight += 1
+        self.idle.clear()
         self.last_use = time.monotonic()
         try:
             yield
         finally:
             self.in_flight -= 1
             self.last_use = time.monotonic()
+            if not self.in_flight:
+                self.idle.set()
 
 
 class ModelSet:
@@ -67,6 +78,8 @@ class ModelSet:
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = list(models)
         self._by_name = {name: model for model in models for name in model.names}
+        self._started: list[LLMMaster] = []
+        self._forks: dict[str, tuple[ServedModel, asyncio.Task[ServedModel]]] = {}  # by name, with their parents
         self.on_progress: Callable[[ServedModel, EngineProgress], None] = lambda model, progress: None
         self._ledgers = new_directory()
 
@@ -108,16 +121,62 @@ class ModelSet:
         """Until all are ready. Raises StartFailed for the first that cannot be."""
         self._ledgers.mkdir(mode=0o700)
         for model in self._models:
-            model.master.ledgers = self._ledgers
-            model.master.on_progress = partial(self._on_progress, model)
-            try:
-                await _unbroken(model.master.start())
-            except Exception as error:
-                raise StartFailed(self.told("The engine could not be started", model, str(error))) from error
-            while model.master.status is EngineStatus.LOADING:  # noqa: ASYNC110  # a master tells nobody
-                await asyncio.sleep(POLL_SECONDS)
-            if model.master.status is EngineStatus.DEAD:
-                raise StartFailed(self.told("Cannot start", model, model.master.failure))
+            await self._start(model)
+
+    async def _start(self, model: ServedModel) -> None:
+        model.master.ledgers = self._ledgers
+        model.master.on_progress = partial(self._on_progress, model)
+        self._started.append(model.master)
+        try:
+            await _unbroken(model.master.start())
+        except Exception as error:
+            raise StartFailed(self.told("The engine could not be started", model, str(error))) from error
+        while model.master.status is EngineStatus.LOADING:  # noqa: ASYNC110  # a master tells nobody
+            await asyncio.sleep(POLL_SECONDS)
+        if model.master.status is EngineStatus.DEAD:
+            raise StartFailed(self.told("Cannot start", model, model.master.failure))
+
+    async def fork(self, source: str, new_name: str) -> ServedModel:
+        """Serve `source` a second time under another name, sharing its weights; the same fork again changes nothing.
+
+        Raises UnknownModel, and ResidencyError where it cannot be done.
+        """
+        parent = self.of(source)
+        task = self._forks.get(new_name)
+        if task is not None and task[0] is parent:
+            return await asyncio.shield(task[1])
+        if new_name in self._by_name or task is not None:
+            raise ResidencyError("invalid", f"A model is called {new_name} already.")
+        forking = asyncio.create_task(self._fork(parent, new_name))
+        self._forks[new_name] = (parent, forking)
+        forking.add_done_callback(partial(self._on_forked, new_name))
+        return await asyncio.shield(forking)
+
+    def _on_forked(self, name: str, task: asyncio.Task[ServedModel]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._forks[name]
+
+    async def _fork(self, parent: ServedModel, name: str) -> ServedModel:
+        if parent.master.status is not EngineStatus.READY:
+            raise ResidencyError("asleep", f"The model {parent.name} is not awake, and so has no weights to share.")
+        began = time.monotonic()
+        model = ServedModel((name,), self._new_fork(parent.master, name))
+        try:
+            await self._start(model)
+        except StartFailed as error:
+            await model.master.shutdown(0)
+            raise ResidencyError("memory", str(error)) from error
+        except BaseException:
+            model.master.kill()
+            raise
+        self._models.append(model)
+        self._by_name[name] = model
+        log.info("the model %s is a fork of %s, made in %.1f s", name, parent.name, time.monotonic() - began)
+        return model
+
+    def _new_fork(self, parent: LLMMaster, name: str) -> LLMMaster:
+        """A master that is yet to be started, whose engines take the weights of the parent's."""
+        raise ResidencyError("unsupported", "Models cannot be forked in this version.")
 
     def _on_progress(self, model: ServedModel, progress: EngineProgress) -> None:
         self.on_progress(model, progress)
@@ -129,14 +188,22 @@ class ModelSet:
 
     async def shutdown(self, patience: float) -> None:
         """End all engines within `patience` seconds; those that still load hear nothing and are not waited for."""
+        for _, fork in self._forks.values():
+            fork.cancel()
+        await asyncio.gather(*(fork for _, fork in self._forks.values()), return_exceptions=True)
         await asyncio.gather(*(
             model.master.shutdown(patience if model.master.info is not None else 0.0) for model in self._models))
         shutil.rmtree(self._ledgers, ignore_errors=True)
 
     def kill(self) -> None:
+<<<<<<< HEAD
         for model in self._models:
             model.master.kill()
         shutil.rmtree(self._ledgers, ignore_errors=True)
+=======
+        for master in self._started:
+            master.kill()
+>>>>>>> e5a0a06 (Admin routes on a listener of their own: sleep, wake-up, pause, fork, status; requests wake sleeping models up and idle models make room, behind --auto-wakeup and --evict-idle-models)
 
 
 async def _unbroken(start: Coroutine[Any, Any, None]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from xllm_npu.master.residency import ResidencyCoordinator
 from xllm_npu.service.admission import Admission, AdmissionMiddleware
 from xllm_npu.service.auth import ApiKeyMiddleware
 from xllm_npu.service.body import BodyLimitMiddleware
@@ -28,14 +29,19 @@ from xllm_npu.service.tokenize import tokenize_router
 from xllm_npu.version import __version__
 
 if TYPE_CHECKING:
+    from xllm_npu.config.service import ServiceSettings
     from xllm_npu.config.settings import Settings
     from xllm_npu.master.model_set import ModelSet
 
 
-def create_app(models: ModelSet, settings: Settings, admission: Admission | None = None) -> FastAPI:
+def create_app(
+    models: ModelSet, settings: Settings, admission: Admission | None = None,
+    residency: ResidencyCoordinator | None = None,
+) -> FastAPI:
     service = settings.service
+    residency = residency or coordinator(models, service)
     admission = admission or Admission(models, service.max_concurrent_requests)
-    context = ApiContext(models, admission)
+    context = ApiContext(models, admission, residency)
     app = FastAPI(title="xllm-npu", version=__version__)
     for router in (chat_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))
@@ -54,3 +60,8 @@ def create_app(models: ModelSet, settings: Settings, admission: Admission | None
         app.add_middleware(RootPathMiddleware, root_path=service.root_path)
     describe(app)
     return app
+
+
+def coordinator(models: ModelSet, service: ServiceSettings) -> ResidencyCoordinator:
+    return ResidencyCoordinator(models, auto_wakeup=service.auto_wakeup, evict_idle_models=service.evict_idle_models,
+                                wakeup_timeout=service.wakeup_timeout)

@@ -58,7 +58,7 @@ def chat_router(context: ApiContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         call = await _read_call(context, request)
         one = generation_input(call.body, call.id, call.prompt_token_ids, call.params, "messages")
-        outputs = await submitted(call.target.master, [one], bool(call.body.stream))
+        outputs = await submitted(context, request, call.target, [one], bool(call.body.stream))
         if call.body.stream:
             return EventStream(_frames(call, outputs), context.admission)
         return await _whole_reply(context, request, call, outputs)

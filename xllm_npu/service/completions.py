@@ -72,7 +72,7 @@ def completions_router(context: ApiContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         call = await _read_call(context, request)
-        outputs = await submitted(call.target.master, [
+        outputs = await submitted(context, request, call.target, [
             generation_input(call.body, call.id, p.token_ids, call.params, p.param) for p in call.prompts],
             bool(call.body.stream))
         if call.body.stream:

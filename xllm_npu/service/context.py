@@ -6,14 +6,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from xllm_npu.master.llm_master import ModelSleeping
+from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel, UnknownModel
 from xllm_npu.service.admission import Admission, slot_of
-from xllm_npu.service.errors import model_not_found, unavailable
+from xllm_npu.service.errors import model_not_found, residency_error, unavailable
+from xllm_npu.service.watch import Watch
 
 if TYPE_CHECKING:
     from fastapi import Request
 
     from xllm_npu.master.llm_master import LLMMaster
+    from xllm_npu.master.residency import ResidencyCoordinator
     from xllm_npu.state.messages import EngineReady
 
 
@@ -34,6 +38,7 @@ class Target:
 class ApiContext:
     models: ModelSet
     admission: Admission
+    residency: ResidencyCoordinator
     created: int = field(default_factory=lambda: int(time.time()))
 
     def target(self, name: str | None) -> Target:
@@ -49,8 +54,17 @@ class ApiContext:
             raise unavailable("The model is not ready.", "engine_loading")
         return Target(name or model.name, model, model.master.info)
 
-    def generation_target(self, request: Request, name: str | None) -> Target:
-        """`target` for a request that makes the model generate: the model is in use until the response has ended."""
-        target = self.target(name)
+    async def use(self, request: Request, target: Target) -> None:
+        """Before the model is to generate: until it can, and from then on it is in use until the response has ended.
+
+        Raises ApiError where it sleeps, and what ends the wait where the client leaves or the server ends.
+        """
+        if not self.residency.is_ready(target.model):
+            watch = Watch(request.receive)
+            async with watch:
+                with self.admission.watched(watch):
+                    try:
+                        await self.residency.ready(target.model)
+                    except (ModelSleeping, ResidencyError) as error:
+                        raise residency_error(error) from None
         slot_of(request.scope).use(target.model)
-        return target

@@ -1,7 +1,7 @@
 """Failures as OpenAI's envelope, {"error": {"message", "type", "param", "code"}}, for bodies and for SSE frames.
 
 `ApiError` is what the rest of the room raises; `ErrorBoundary` turns whatever else escapes into a generic 500
-and keeps the details for the log. Knows nothing of models, requests or the engine.
+and keeps the details for the log. Knows nothing of requests and of the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xllm_npu.master.llm_master import ModelSleeping
+from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.service.watch import ClientGone
 from xllm_npu.state.sampling_params import InvalidParameter
 
@@ -83,6 +85,25 @@ def internal_error(message: str = "The server had an error while processing the 
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     headers = {"Retry-After": str(retry_after)} if retry_after is not None else None
     return ApiError(503, message, type="server_error", code=code, headers=headers)
+
+
+# Code of a ResidencyError -> HTTP status, code of the error, seconds after which to try again.
+_RESIDENCY_ERRORS: dict[str, tuple[int, str, int | None]] = {
+    "invalid": (400, "invalid_value", None), "unsupported": (400, "not_supported", None),
+    "asleep": (409, "model_sleeping", None), "not_ready": (503, "engine_loading", 5),
+    "memory": (503, "insufficient_memory", 5), "gone": (503, "engine_dead", None),
+}  # fmt: skip
+SLEEPING_RETRY_SECONDS = 10
+
+
+def residency_error(error: ModelSleeping | ResidencyError) -> ApiError:
+    """Why a model is not awake, or cannot become what was asked."""
+    if isinstance(error, ModelSleeping):
+        return unavailable(str(error), "model_sleeping", SLEEPING_RETRY_SECONDS)
+    status, code, retry_after = _RESIDENCY_ERRORS.get(error.code, (503, error.code, None))
+    if status == 503:
+        return unavailable(error.message, code, retry_after)
+    return ApiError(status, error.message, code=code)
 
 
 def add_error_handlers(app: FastAPI) -> None:

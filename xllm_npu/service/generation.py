@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
-from xllm_npu.master.llm_master import EngineDeadError
+from xllm_npu.master.llm_master import EngineDeadError, ModelSleeping
 from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.service import request_id
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
 from xllm_npu.service.context import ApiContext, Target
-from xllm_npu.service.errors import internal_error, unavailable
+from xllm_npu.service.errors import internal_error, residency_error, unavailable
 from xllm_npu.service.protocol import GenerationBody, parse
 from xllm_npu.service.replies import Usage, usage
 from xllm_npu.service.watch import Watch
@@ -38,7 +38,7 @@ async def generation_request(context: ApiContext, request: Request, kind: type[G
                              ) -> tuple[G, str, Target]:
     """The request's body, checked but for its prompt and sampling; its id; the model that it is for."""
     body = parse(kind, await read_json(request))
-    target = context.generation_target(request, body.model)
+    target = context.target(body.model)
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options", "stream_options is allowed only when stream is true.")
     if body.prompt_logprobs is not None and body.stream:
@@ -109,6 +109,8 @@ class Outputs:
             return self._master.generate(one, self._stream)
         except EngineDeadError as exc:
             raise unavailable(str(exc), "engine_dead") from None
+        except ModelSleeping as exc:
+            raise residency_error(exc) from None
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         try:
@@ -161,8 +163,11 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def submitted(master: LLMMaster, inputs: Sequence[GenerationInput], stream: bool) -> Outputs:
-    outputs = Outputs(master, inputs, stream)
+async def submitted(context: ApiContext, request: Request, target: Target, inputs: Sequence[GenerationInput],
+                    stream: bool) -> Outputs:
+    """The model's outputs, once it is awake."""
+    await context.use(request, target)
+    outputs = Outputs(target.master, inputs, stream)
     await outputs.submit()
     return outputs
 

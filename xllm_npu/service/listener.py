@@ -21,6 +21,11 @@ def listen(settings: ServiceSettings) -> socket.socket:
     return _listen_unix(settings.uds) if settings.uds else _listen_tcp(settings.host, settings.port)
 
 
+def listen_admin(settings: ServiceSettings) -> socket.socket | None:
+    """None where there are no admin routes."""
+    return _listen_tcp(settings.admin_host, settings.admin_port, "--admin-") if settings.admin_port else None
+
+
 def check_tls(settings: ServiceSettings) -> None:
     """Load the TLS files once, to fail before the model loads."""
     if not settings.ssl_certfile:
@@ -38,9 +43,13 @@ def check_tls(settings: ServiceSettings) -> None:
 def url_of(sock: socket.socket, settings: ServiceSettings) -> str:
     if settings.uds:
         return f"unix:{settings.uds}"
+    return tcp_url(sock, settings) + settings.root_path
+
+
+def tcp_url(sock: socket.socket, settings: ServiceSettings) -> str:
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{port}{settings.root_path}"
+    return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{port}"
 
 
 def remove_unix_socket(settings: ServiceSettings) -> None:
@@ -48,12 +57,12 @@ def remove_unix_socket(settings: ServiceSettings) -> None:
         os.unlink(settings.uds)
 
 
-def _listen_tcp(host: str, port: int) -> socket.socket:
+def _listen_tcp(host: str, port: int, flags: str = "--") -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                              flags=socket.AI_PASSIVE)[0]
     except OSError as exc:
-        raise ListenError(f"Cannot resolve the address {host!r}: {exc.strerror}. Choose another --host.") from exc
+        raise ListenError(f"Cannot resolve the address {host!r}: {exc.strerror}. Choose another {flags}host.") from exc
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,16 +70,16 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as exc:
         sock.close()
-        raise ListenError(_tcp_advice(host, port, exc)) from exc
+        raise ListenError(_tcp_advice(host, port, exc, flags)) from exc
     return sock
 
 
-def _tcp_advice(host: str, port: int, exc: OSError) -> str:
+def _tcp_advice(host: str, port: int, exc: OSError, flags: str) -> str:
     if exc.errno == errno.EADDRINUSE:
-        return f"Port {port} on {host} is in use. Stop what listens there, or choose another --port."
+        return f"Port {port} on {host} is in use. Stop what listens there, or choose another {flags}port."
     if exc.errno == errno.EACCES:
-        return f"Port {port} needs privileges. Choose a --port of 1024 or above."
-    return f"Cannot listen on {host}:{port}: {exc.strerror}. Choose another --host or --port."
+        return f"Port {port} needs privileges. Choose a {flags}port of 1024 or above."
+    return f"Cannot listen on {host}:{port}: {exc.strerror}. Choose another {flags}host or {flags}port."
 
 
 def _listen_unix(path: str) -> socket.socket:

@@ -22,11 +22,20 @@ import uvicorn
 import uvloop
 
 from xllm_npu.master.model_set import ModelSet, ServedModel, StartFailed
+from xllm_npu.service.admin import create_admin_app
 from xllm_npu.service.admission import Admission
-from xllm_npu.service.app import create_app
+from xllm_npu.service.app import coordinator, create_app
 from xllm_npu.service.errors import unavailable
 from xllm_npu.service.http_protocol import HttpProtocol
-from xllm_npu.service.listener import ListenError, check_tls, listen, remove_unix_socket, url_of
+from xllm_npu.service.listener import (
+    ListenError,
+    check_tls,
+    listen,
+    listen_admin,
+    remove_unix_socket,
+    tcp_url,
+    url_of,
+)
 from xllm_npu.service.startup_screen import StartupScreen
 from xllm_npu.text.tokenizer import spare_torch
 
@@ -47,25 +56,24 @@ EXIT_SECOND_SIGINT = 130
 def run_server(models: Sequence[Settings]) -> int:
     """Serve until a signal or the engines' end; 0 after a signal, else 1 with one sentence on stderr."""
     settings = models[0]
-    try:
-        sock = listen(settings.service)
-    except ListenError as exc:
-        return _fail(str(exc))
-    try:
-        check_tls(settings.service)
+    with contextlib.ExitStack() as at_end:
+        try:
+            sock = at_end.enter_context(listen(settings.service))
+            at_end.callback(remove_unix_socket, settings.service)
+            admin = listen_admin(settings.service)
+            if admin is not None:
+                at_end.enter_context(admin)
+            check_tls(settings.service)
+        except ListenError as exc:
+            return _fail(str(exc))
         spare_torch()
-        return serve(ModelSet.of_settings(models), settings, sock)
-    except ListenError as exc:
-        return _fail(str(exc))
-    finally:
-        sock.close()
-        remove_unix_socket(settings.service)
+        return serve(ModelSet.of_settings(models), settings, sock, admin)
 
 
-def serve(models: ModelSet, settings: Settings, sock: socket.socket) -> int:
-    """`run_server` for given models and a listening socket."""
+def serve(models: ModelSet, settings: Settings, sock: socket.socket, admin: socket.socket | None = None) -> int:
+    """`run_server` for given models and listening sockets, of the API and of the admin routes."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        failure = runner.run(ServerLife(models, settings, sock).run())
+        failure = runner.run(ServerLife(models, settings, sock, admin).run())
     return 0 if failure is None else _fail(failure)
 
 
@@ -85,19 +93,27 @@ class HttpServer(uvicorn.Server):
 class ServerLife:
     """One server from start to end."""
 
-    def __init__(self, models: ModelSet, settings: Settings, sock: socket.socket) -> None:
+    def __init__(
+        self, models: ModelSet, settings: Settings, sock: socket.socket, admin: socket.socket | None = None
+    ) -> None:
         self._models = models
         self._settings = settings
-        self._sock = sock
-        self._admission = Admission(models, settings.service.max_concurrent_requests)
-        self._http = HttpServer(uvicorn_config(create_app(models, settings, self._admission), settings.service))
+        service = settings.service
+        self._sock, self._admin_sock = sock, admin
+        self._admission = Admission(models, service.max_concurrent_requests)
+        self._residency = coordinator(models, service)
+        api = create_app(models, settings, self._admission, self._residency)
+        self._http = HttpServer(uvicorn_config(api, service))
+        self._admin: HttpServer | None = None
+        if admin is not None:
+            self._admin = HttpServer(uvicorn_config(create_admin_app(models, self._residency, service), service))
         self._stop = asyncio.Event()
         self._stop_requested = False
 
     async def run(self) -> str | None:
         """Why the server failed, or None after a clean end."""
         self._take_signals()
-        http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
+        http = asyncio.create_task(self._serve_http())
         try:
             failure = await self._supervise(http)
             await self._end_requests(failed=failure is not None)
@@ -105,9 +121,25 @@ class ServerLife:
                 failure = self._engine_failure()  # it died while draining
         finally:
             await self._models.shutdown(ENGINE_EXIT_SECONDS)
-            self._http.should_exit = True
+            self._end_http()
             await asyncio.wait([http])
         return failure
+
+    async def _serve_http(self) -> None:
+        """Until `_end_http`; where one listener fails, the other ends with it."""
+        servers = [self._http.serve(sockets=[self._sock])]
+        if self._admin is not None and self._admin_sock is not None:
+            servers.append(self._admin.serve(sockets=[self._admin_sock]))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in servers:
+                    group.create_task(server).add_done_callback(lambda _: self._end_http())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _end_http(self) -> None:
+        for server in filter(None, (self._http, self._admin)):
+            server.should_exit = True
 
     async def _supervise(self, http: asyncio.Task[None]) -> str | None:
         """Until a signal (None) or a failure (why)."""
@@ -141,7 +173,9 @@ class ServerLife:
             self._models.on_progress = on_progress
             await self._models.start()
         ready = [(model.master.info, model.names) for model in self._models if model.master.info is not None]
-        screen.show_ready(ready, url_of(self._sock, self._settings.service))
+        service = self._settings.service
+        screen.show_ready(ready, url_of(self._sock, service),
+                          None if self._admin_sock is None else tcp_url(self._admin_sock, service))
 
     def _engine_failure(self) -> str:
         return self._models.told("The engine stopped", self._models.first, self._models.first.master.failure)

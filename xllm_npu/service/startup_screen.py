@@ -55,9 +55,13 @@ class StartupScreen:
         else:
             self._tell(progress)
 
-    def show_ready(self, models: Sequence[tuple[EngineReady, tuple[str, ...]]], url: str) -> None:
+    def show_ready(
+        self, models: Sequence[tuple[EngineReady, tuple[str, ...]]], url: str, admin_url: str | None = None
+    ) -> None:
         """Each model with its names."""
         rows = [row for info, names in models for row in facts(info, names)]
+        if admin_url is not None:
+            rows.append(("Admin routes at", admin_url))
         rows.append(("Serving at", url))
         if not self._console.is_terminal:
             for name, value in rows:
