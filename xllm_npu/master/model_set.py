@@ -196,14 +196,9 @@ class ModelSet:
         shutil.rmtree(self._ledgers, ignore_errors=True)
 
     def kill(self) -> None:
-<<<<<<< HEAD
-        for model in self._models:
-            model.master.kill()
-        shutil.rmtree(self._ledgers, ignore_errors=True)
-=======
         for master in self._started:
             master.kill()
->>>>>>> e5a0a06 (Admin routes on a listener of their own: sleep, wake-up, pause, fork, status; requests wake sleeping models up and idle models make room, behind --auto-wakeup and --evict-idle-models)
+        shutil.rmtree(self._ledgers, ignore_errors=True)
 
 
 async def _unbroken(start: Coroutine[Any, Any, None]) -> None:
