@@ -26,8 +26,22 @@ from xllm_npu.config.settings import Settings, spans_machines
 from xllm_npu.master.beam_request import BeamRequest
 from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.master.request_factory import GenerationInput, RequestFactory
+from xllm_npu.master.residency_error import ResidencyError, check_can_sleep, check_level, check_tags
 from xllm_npu.state.beam_search_params import BeamSearchParams
-from xllm_npu.state.messages import AbortRequest, AddRequest, EngineProgress, EngineReady, StepOutputs
+from xllm_npu.state.messages import (
+    PAUSED,
+    SLEEPING,
+    AbortRequest,
+    AddRequest,
+    EngineProgress,
+    EngineReady,
+    Residency,
+    ResidencyMessage,
+    Resume,
+    Sleep,
+    StepOutputs,
+    Wake,
+)
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
 from xllm_npu.text.chat_template import ChatTemplate
@@ -53,6 +67,8 @@ class Engine(Protocol):
     def step(self) -> StepOutputs | None: ...
 
     def has_work(self) -> bool: ...
+
+    def change(self, message: ResidencyMessage) -> Residency: ...
 
     def close(self) -> None: ...
 
@@ -107,6 +123,7 @@ class LLM:
         self._factory = RequestFactory(self.tokenizer, self.info, self.settings.model.max_logprobs)
         self._dispatcher = OutputDispatcher(self.tokenizer, self._engine.submit)
         self._lock = threading.Lock()
+        self._asleep = False
 
     def generate(
         self,
@@ -161,6 +178,42 @@ class LLM:
         """What the model's generation_config.json asks for, as a server does for requests that say nothing."""
         return SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back; cached prefixes are forgotten.
+
+        `level` 1 keeps the weights in host memory, 2 drops them. Needs `enable_vmm_weights=True`; raises
+        ResidencyError. Waits for prompts that run on other threads. Again while asleep: a deeper level counts.
+        """
+        check_level(level)
+        check_can_sleep(self.settings.kv_cache.enable_vmm_weights)
+        with self._lock:
+            self._change(Sleep(level, "keep"))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again: all of it, or that of `tags` ("weights", "kv_cache"), the rest later.
+
+        Raises ResidencyError where there is not enough; nothing has changed then.
+        """
+        check_tags(tags or ())
+        with self._lock:
+            answer = self._change(Wake(tags or []))
+            if answer.state == PAUSED:  # all is there
+                self._change(Resume())
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep
+
+    def _change(self, message: ResidencyMessage) -> Residency:
+        self._must_be_open()
+        answer = self._engine.change(message)
+        self._asleep = answer.state == SLEEPING
+        if answer.error:
+            if answer.state == PAUSED:
+                self._engine.change(Resume())
+            raise ResidencyError(answer.reason, answer.error)
+        return answer
+
     def close(self) -> None:
         """Stop the engine; may be called again."""
         self._closer()
@@ -190,13 +243,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_bar: bool,
     ) -> list[RequestResult]:
-        if not self._closer.alive:
-            raise RuntimeError("This LLM is closed. Make a new one.")
+        self._must_be_open()
         given = self.default_params() if sampling_params is None else sampling_params
         params = _one_for_each(given, len(prompts))
         requests = [self._request(i, ids, p) for i, ((_, ids), p) in enumerate(zip(prompts, params))]
         results = [RequestResult(r.external_id, text, ids) for r, (text, ids) in zip(requests, prompts)]
         with self._lock, _generation_bar(len(prompts), use_bar) as advance:
+            if self._asleep:
+                raise RuntimeError("This LLM is asleep. Call wake_up first.")
             closers: list[Callable[[], object]] = []
             try:
                 for request, result in zip(requests, results):
@@ -206,6 +260,10 @@ class LLM:
                 for close in closers:
                     close()
         return results
+
+    def _must_be_open(self) -> None:
+        if not self._closer.alive:
+            raise RuntimeError("This LLM is closed. Make a new one.")
 
     def _submit(
         self, request: AddRequest, sink: Callable[[RequestOutput], None], closers: list[Callable[[], object]]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.master import Answer, metric, prompt_of, running_master, until
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
-from xllm_npu.master.model_residency import ResidencyError
+from xllm_npu.master.residency_error import ResidencyError
 
 pytestmark = pytest.mark.multiprocess
 

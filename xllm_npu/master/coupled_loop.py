@@ -12,11 +12,10 @@ before all have their memory, so that no turn of a sleeping rank comes to a step
 from __future__ import annotations
 
 from collections import deque
-from typing import cast
 
 from xllm_npu.execution.engine import Engine
 from xllm_npu.master.engine_loop import EngineLoop
-from xllm_npu.master.engine_residency import EngineResidency, SleepingMemory
+from xllm_npu.master.engine_residency import EngineResidency
 from xllm_npu.master.step_agreement import Agreed, StepAgreement
 from xllm_npu.master.step_exchange import StepExchange
 from xllm_npu.scheduling.scheduler import Scheduler
@@ -41,8 +40,7 @@ class CoupledLoop(EngineLoop):
         self._exchange = exchange
         self._empty = empty_step()
         self._in_flight: deque[bool] = deque()  # steps submitted and not collected: is it the scheduler's?
-        self.residency = EngineResidency(
-            scheduler, cast(SleepingMemory, engine), self._settled, self._agreement.on_request)
+        self.residency = EngineResidency(scheduler, engine, self._settled, self._agreement.on_request)
 
     def submit(self, message: AddRequest | AbortRequest | StepTogether | ResidencyMessage) -> None:
         if isinstance(message, StepTogether):

@@ -10,13 +10,12 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_start import start_engine
 from xllm_npu.execution.plugins import load_plugins
-from xllm_npu.master.engine_residency import EngineResidency, SleepingMemory
+from xllm_npu.master.engine_residency import EngineResidency
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.policy import get_policy
 from xllm_npu.scheduling.scheduler import Scheduler
@@ -29,6 +28,7 @@ from xllm_npu.state.messages import (
     EngineProgress,
     EngineReady,
     Pause,
+    Residency,
     ResidencyMessage,
     Resume,
     Sleep,
@@ -72,7 +72,7 @@ class EngineLoop:
         self.ready = ready
         self._engine = engine
         self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
-        self.residency = EngineResidency(scheduler, cast(SleepingMemory, engine))
+        self.residency = EngineResidency(scheduler, engine)
 
     @classmethod
     def create(
@@ -142,6 +142,13 @@ class EngineLoop:
                 time.sleep(STALL_PAUSE)
             return self.scheduler.pending_outputs()
         return StepOutputs()
+
+    def change(self, message: ResidencyMessage) -> Residency:
+        """Step until a Pause, Resume, Sleep or Wake has come about; for a caller who has no requests open."""
+        self.residency.ask(message)
+        while (answer := self.residency.advance()) is None:
+            self.step()
+        return answer
 
     def close(self) -> None:
         """Wait for the steps in flight and end the workers."""

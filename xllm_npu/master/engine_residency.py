@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from xllm_npu.execution.engine import SleepUnavailable
+from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 from xllm_npu.state.messages import (
@@ -32,10 +34,13 @@ class SleepingMemory(Protocol):
     """What this needs of `execution.engine.Engine`."""
 
     def sleep(self, level: int) -> int:
-        """Bytes that all ranks gave back; nothing is in flight and no KV block is in use."""
+        """Bytes that all ranks gave back; nothing is in flight and no KV block is in use.
+
+        Raises SleepUnavailable, SleepFailed, and what is fatal.
+        """
         ...
 
-    def wake(self, tags: frozenset[str]) -> None:
+    def wake(self, tags: Iterable[str]) -> None:
         """Memory for all of these on all ranks, or for none (rule 49). Raises PageGrowthRefused, and what is fatal."""
         ...
 
@@ -123,12 +128,12 @@ class EngineResidency:
             self._scheduler.let_go()
         try:
             freed = self._memory.sleep(max(level, self.level))
-        except Refused:
+        except (SleepUnavailable, SleepFailed) as error:
             if KV_CACHE_TAG in self._awake:
                 self._scheduler.take_hold()
             if self.state != SLEEPING:
                 self.state = PAUSED
-            raise
+            raise Refused("unsupported" if isinstance(error, SleepUnavailable) else "failed", str(error)) from error
         self.state, self.level, self._awake = SLEEPING, max(level, self.level), frozenset()
         return freed
 

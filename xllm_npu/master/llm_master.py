@@ -23,9 +23,10 @@ import msgspec
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
-from xllm_npu.master.model_residency import ModelResidency, ResidencyError, ResidencyEvents, ResidencyState
+from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
+from xllm_npu.master.residency_error import ResidencyError
 from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AddRequest, EngineProgress, EngineReady, StepOutputs
@@ -95,7 +96,7 @@ class LLMMaster:
         self._no_search = asyncio.Event()
         self._no_search.set()
         self._residency = ModelResidency(
-            lambda: self._engines, bool(getattr(settings.kv_cache, "enable_vmm_weights", False)), self._searches_end,
+            lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches_end,
             ResidencyEvents(self._on_residency, self.metrics.on_transition))
         self._restoring: asyncio.Task[None] | None = None
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from xllm_npu.master.engine_group import EngineGroup, EnginesGone
+from xllm_npu.master.residency_error import ResidencyError, check_can_sleep, check_level, check_mode, check_tags
 from xllm_npu.state.messages import (
     AWAKE,
     PAUSED,
@@ -29,22 +30,6 @@ from xllm_npu.state.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
-LEVELS = (1, 2)
-
-
-class ResidencyError(RuntimeError):
-    """A transition did not come about; the model is what it was, unless `code` is "gone".
-
-    `code`: "invalid" an argument; "unsupported" by these settings; "asleep" where it would have to be awake;
-    "not_ready" the model loads; "memory" there is not enough of it now; "gone" the engines have ended.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
-
 
 @dataclass(slots=True, frozen=True)
 class ResidencyState:
@@ -85,24 +70,19 @@ class ModelResidency:
 
     async def sleep(self, level: int, mode: str) -> None:
         """Give memory back: 1 keeps weights in host memory, 2 drops them. Raises ResidencyError."""
-        checked = _mode(mode)
-        if level not in LEVELS:
-            raise ResidencyError("invalid", f"level must be 1 or 2, got {level}.")
-        if not self._can_sleep:
-            raise ResidencyError("unsupported", "This model cannot sleep: its weights are not in virtual memory. "
-                                 "Start the server with --enable-vmm-weights.")
+        checked = check_mode(mode)
+        check_level(level)
+        check_can_sleep(self._can_sleep)
         await self._run("sleep", lambda: self._sleep(level, checked))
 
     async def wake(self, tags: Collection[str]) -> None:
         """Take memory again, all of it or that of `tags`; steps run again when all is there. Raises ResidencyError."""
-        unknown = sorted(set(tags) - set(TAGS))
-        if unknown:
-            raise ResidencyError("invalid", f"tags are out of {', '.join(TAGS)}; got {', '.join(unknown)}.")
+        check_tags(tags)
         await self._run("wake", lambda: self._wake(list(tags)))
 
     async def pause(self, mode: str) -> None:
         """Run no steps, keep all memory. New requests wait. Raises ResidencyError."""
-        checked = _mode(mode)
+        checked = check_mode(mode)
         await self._run("pause", lambda: self._pause(checked))
 
     async def resume(self) -> None:
@@ -187,8 +167,8 @@ class ModelResidency:
             await self._go_on()
 
     async def _go_on(self) -> None:
-        self._wanted = None
         self._accept(await self._engines().ask(Resume()))
+        self._wanted = None
         self._set(state=AWAKE, level=0, tags=TAGS)
 
     async def _sleep(self, level: int, mode: PauseMode) -> None:
@@ -206,9 +186,11 @@ class ModelResidency:
                   freed_bytes=sum(a.freed_bytes for a in answers.values()))
 
     async def _undo_sleep(self, before: ResidencyState, answers: dict[int, Residency]) -> None:
+        if before.state == SLEEPING:  # deeper on some ranks: what counts is what all have
+            self._set(level=max(a.level for a in answers.values()),
+                      tags=tuple(tag for tag in TAGS if all(tag in a.tags for a in answers.values())))
+            return
         asleep = [rank for rank, a in answers.items() if not a.error]
-        if before.state == SLEEPING:
-            return  # deeper than it was, on some: a wake-up of all undoes both
         if asleep:
             self._accept(await self._engines().ask(Wake([]), asleep))
         if before.state == AWAKE:
@@ -247,15 +229,8 @@ class ModelResidency:
         self._events.on_change()
 
 
-def _mode(mode: str) -> PauseMode:
-    for known in MODES:
-        if mode == known:
-            return known
-    raise ResidencyError("invalid", f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
-
-
 def _error(answer: Residency) -> ResidencyError:
-    return ResidencyError(answer.reason or "memory", answer.error)
+    return ResidencyError(answer.reason, answer.error)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -107,7 +107,7 @@ class Residency(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     seconds: float  # from the message to this answer
     freed_bytes: int = 0  # given back by this transition
     error: str = ""  # a sentence for people: why it did not come about
-    reason: str = ""  # with an error, one word: memory, asleep, unsupported
+    reason: str = ""  # with an error, one word: memory, asleep, unsupported, failed
 
 
 class WeightLoad(msgspec.Struct, array_like=True):
