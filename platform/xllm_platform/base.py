@@ -59,6 +59,7 @@ class Capabilities:
     streams: bool = False
     pinned_memory: bool = False
     virtual_memory: bool = False
+    shared_pages: str = "none"  # how a page of virtual memory gets to another process: none | descriptor | number
     shared_memory: bool = False  # all devices of a machine are one: its memory and cores are divided among ranks
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     slow_dtypes: tuple[str, ...] = ()  # of these; a model whose dtype nobody chose is computed in float32 instead
@@ -200,6 +201,27 @@ class VirtualMemoryDriver(ABC):
     @abstractmethod
     def unmap(self, address: int) -> None:
         """End the mapping that begins at `address`."""
+
+    @property
+    def importer(self) -> int:
+        """What this process is to one that exports pages to it."""
+        return 0
+
+    def export_page(self, page: int, importer: int) -> int:
+        """Let the process that is `importer` have a page that this one created, for reading.
+
+        As capabilities.shared_pages says: a file descriptor, for the caller to hand over and close, or a number. A page
+        may be exported to several processes, one after the other: to the next when the last has imported it. From now
+        on its memory goes when all that have it have released it, or ended.
+        """
+        raise PlatformError("Pages of this platform are not shared; ask capabilities.shared_pages first.")
+
+    def import_page(self, exported: int, size: int) -> int:
+        """The handle of a page of `size` that another process has exported to this one, and which it must only read.
+
+        A descriptor can be closed then. It is mapped and released like any other; it cannot be exported.
+        """
+        raise PlatformError("Pages of this platform are not shared; ask capabilities.shared_pages first.")
 
     @abstractmethod
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -29,6 +29,7 @@ class FakeCudaDriver:
         self.pages: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()
+        self.imported: set[int] = set()
         self.fail: str = ""  # the call that fails next
 
     def CUmemAllocationProp(self) -> SimpleNamespace:
@@ -66,7 +67,7 @@ class FakeCudaDriver:
 
     def cuMemRelease(self, handle: int) -> tuple[CUresult]:
         size = self.pages.pop(handle, None)
-        self.free += size or 0
+        self.free += 0 if handle in self.imported else size or 0
         return (self._result("release", size is not None),)
 
     def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[CUresult]:
@@ -87,4 +88,10 @@ class FakeCudaDriver:
         return (result,)
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[CUresult, int]:
-        return self._result("export", handle in self.pages), 3
+        return self._result("export", handle in self.pages and handle not in self.imported), 3
+
+    def cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> tuple[CUresult, int]:
+        handle = 500 + len(self.imported)
+        self.imported.add(handle)
+        self.pages[handle] = GRANULE
+        return self._result("import", kind == 1), handle

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -126,6 +129,143 @@ def check_no_memory_left(platform: Platform) -> None:
     size = platform.memory_info().total // driver.granularity * driver.granularity
     with pytest.raises(OutOfMemoryError):
         driver.create_page(size)
+
+
+# Takes pages from standard input and a socket: "import SIZE NUMBER" (or a descriptor by the socket), "read", "release".
+IMPORTER = """
+import array, os, socket, sys
+import torch
+from xllm_platform import registry
+platform = registry.select(sys.argv[1])
+platform.set_device(0)
+driver, way = platform.virtual_memory(), socket.socket(fileno=int(sys.argv[2]))
+page = start = view = None
+print('>', driver.importer, flush=True)
+for line in sys.stdin:
+    word, *numbers = line.split()
+    try:
+        if word == "import":
+            size, number = map(int, numbers)
+            if platform.capabilities.shared_pages == "descriptor":
+                _, [(_, _, data)], _, _ = way.recvmsg(1, socket.CMSG_SPACE(4))
+                number = array.array("i", data)[0]
+            page, start = driver.import_page(number, size), driver.reserve(size)
+            if platform.capabilities.shared_pages == "descriptor":
+                os.close(number)
+            driver.map(start, page)
+            view = driver.view(start, (size // 4,), torch.int32)
+            print("> done", flush=True)
+        elif word == "read":
+            print('>', *view[:3].tolist(), view[-1].item(), flush=True)
+        elif word == "export":
+            driver.export_page(page, 1)
+        else:
+            driver.unmap(start)
+            driver.release_page(page)
+            driver.free_range(start)
+            print("> done", flush=True)
+    except Exception as error:
+        print('>', type(error).__name__, error, flush=True)
+"""
+
+
+class Importer:
+    """Another process that imports one page at a time."""
+
+    def __init__(self, platform: Platform) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._way, self._platform = ours, platform
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", IMPORTER, platform.name, str(theirs.fileno())], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env=environment, pass_fds=(theirs.fileno(),))
+        theirs.close()
+        self.number = int(self._heard())
+
+    def _heard(self) -> str:
+        assert self._process.stdout is not None
+        answers = (line for line in self._process.stdout if line.startswith(">"))  # libraries talk too
+        return next(answers, "> nothing: it has ended").removeprefix(">").strip()
+
+    def ask(self, order: str) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        return self._heard()
+
+    def take(self, exported: int, size: int) -> str:
+        if self._platform.capabilities.shared_pages == "descriptor":
+            socket.send_fds(self._way, [b"p"], [exported])
+            os.close(exported)
+        return self.ask(f"import {size} {exported}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._way.close()
+
+
+@contextlib.contextmanager
+def importers(platform: Platform, count: int) -> Iterator[list[Importer]]:
+    started = [Importer(platform) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for importer in started:
+            importer.end()
+
+
+@contextlib.contextmanager
+def exporter(platform: Platform) -> Iterator[tuple[VirtualMemoryDriver, int, int, torch.Tensor]]:
+    """(driver, a page that is mapped, its address, a view over it with the numbers from 0 on)"""
+    driver = platform.virtual_memory()
+    size = driver.granularity
+    start, page = driver.reserve(size), driver.create_page(size)
+    driver.map(start, page)
+    view = driver.view(start, (size // 4,), torch.int32)
+    view.copy_(torch.arange(size // 4))
+    platform.synchronize()
+    yield driver, page, start, view
+
+
+def check_a_page_is_shared(platform: Platform) -> None:
+    """Two processes see what the one that exports it writes, before and after."""
+    with exporter(platform) as (driver, page, start, view), importers(platform, 2) as both:
+        size = driver.granularity
+        for importer in both:
+            assert importer.take(driver.export_page(page, importer.number), size) == "done"
+            assert importer.ask("read") == f"0 1 2 {size // 4 - 1}"
+        view.fill_(7)
+        platform.synchronize()
+        assert [importer.ask("read") for importer in both] == ["7 7 7 7"] * 2
+        assert "PlatformError" in both[0].ask("export"), "it is another's"
+        assert both[0].ask("release") == "done"
+        assert both[1].ask("read") == "7 7 7 7"
+        assert both[1].ask("release") == "done"
+        assert view[-1].item() == 7, "the importers took it along"
+        driver.unmap(start)
+        driver.release_page(page)
+        driver.free_range(start)
+
+
+def check_a_shared_page_outlives_its_exporter(platform: Platform) -> None:
+    with exporter(platform) as (driver, page, start, _), importers(platform, 1) as (importer,):
+        size = driver.granularity
+        assert importer.take(driver.export_page(page, importer.number), size) == "done"
+        driver.unmap(start)
+        driver.release_page(page)
+        taken = []
+        for _ in range(3):  # what comes next gets other memory
+            taken.append(driver.create_page(size))
+            driver.map(start, taken[-1])
+            driver.view(start, (size // 4,), torch.int32).fill_(-1)
+            platform.synchronize()
+            driver.unmap(start)
+        assert importer.ask("read") == f"0 1 2 {size // 4 - 1}"
+        assert importer.ask("release") == "done"
+        for other in taken:
+            driver.release_page(other)
+        driver.free_range(start)
 
 
 def check_refused(platform: Platform, what: str) -> None:

@@ -96,3 +96,68 @@ def access_at(address: int) -> str:
             if begin <= address < end:
                 return access
     return ""
+
+
+def test_a_shared_page_goes_back_to_the_system_with_the_last_that_has_it() -> None:
+    platform = registry.select("cpu")
+    with contract.importers(platform, 2) as (first, second):
+        driver = platform.virtual_memory()
+        assert isinstance(driver, MemfdVirtualMemory)
+        size, file = 64 * driver.granularity, driver._file
+
+        def resident() -> int:
+            return os.stat(f"/proc/self/fd/{file}").st_blocks * 512
+
+        page = driver.create_page(size)
+        for importer in (first, second):
+            assert importer.take(driver.export_page(page, importer.number), size) == "done"
+        driver.release_page(page)
+        assert resident() == size
+        assert first.ask("release") == "done"
+        assert resident() == size
+        assert second.ask("release") == "done"
+        assert resident() == 0, "the last punches the hole, though it is not its file"
+        assert driver.create_page(size)
+        assert os.fstat(file).st_size == size, "the piece is used again"
+
+
+def test_a_piece_that_a_process_had_when_it_was_killed_is_used_again() -> None:
+    platform = registry.select("cpu")
+    with contract.importers(platform, 1) as (importer,):
+        driver = platform.virtual_memory()
+        assert isinstance(driver, MemfdVirtualMemory)
+        size, pages = driver.granularity, 4
+        made = [driver.create_page(size) for _ in range(pages)]
+        assert importer.take(driver.export_page(made[1], importer.number), size) == "done"
+        for page in made:
+            driver.release_page(page)
+        again = [driver.create_page(size) for _ in range(pages)]
+        assert os.fstat(driver._file).st_size == (pages + 1) * size, "the importer's piece was given away"
+        importer.end()
+        for page in again:
+            driver.release_page(page)
+        for _ in range(pages + 1):
+            driver.create_page(size)
+        assert os.fstat(driver._file).st_size == (pages + 1) * size
+
+
+def test_an_imported_page_cannot_be_written() -> None:
+    exporter, importer = MemfdVirtualMemory(lambda: 2**40), MemfdVirtualMemory(lambda: 2**40)
+    size = exporter.granularity
+    descriptor = exporter.export_page(exporter.create_page(size), 0)
+    page, start = importer.import_page(descriptor, size), importer.reserve(size)
+    os.close(descriptor)
+    importer.map(start, page)
+    assert access_at(start) == "r--s"
+    importer.unmap(start)
+    importer.release_page(page)
+
+
+def test_what_is_no_page_is_not_imported() -> None:
+    driver = MemfdVirtualMemory(lambda: 2**40)
+    with pytest.raises(PlatformError, match="not that of a page"):
+        driver.import_page(0, driver.granularity)
+    descriptor = driver.export_page(driver.create_page(driver.granularity), 0)
+    with pytest.raises(PlatformError, match="no page of"):
+        MemfdVirtualMemory(lambda: 2**40).import_page(descriptor, 2 * driver.granularity)
+    os.close(descriptor)

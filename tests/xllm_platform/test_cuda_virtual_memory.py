@@ -27,7 +27,15 @@ def test_a_page_is_readable_and_writable_where_it_is_mapped(fake):
     for i in (0, 2):
         driver.map(start + i * GRANULE, page)
     assert fake.accessible == {start, start + 2 * GRANULE}
-    assert driver.export_page(page) == 3
+    assert driver.export_page(page, 0) == 3
+    free = fake.free
+    imported = driver.import_page(3, GRANULE)
+    driver.map(start + GRANULE, imported)
+    with pytest.raises(PlatformError, match="another process's"):
+        driver.export_page(imported, 0)
+    driver.unmap(start + GRANULE)
+    driver.release_page(imported)
+    assert fake.free == free
     with pytest.raises(PlatformError, match="mapped 2 times"):
         driver.release_page(page)
     for i in (0, 2):

@@ -49,6 +49,7 @@ class CpuPlatform(Platform):
         return Capabilities(
             graph="compile",
             virtual_memory=True,
+            shared_pages="descriptor",
             shared_memory=True,
             dtypes=("float32", "bfloat16", "float16"),
             slow_dtypes=() if topology.multiplies_bfloat16() else ("bfloat16",),

@@ -3,15 +3,20 @@
 A physical page is a piece of the file: fallocate commits it, a punched hole gives it back to the system, wherever it
 was mapped before. A reserved range is mapped without access; touching it where no page is mapped ends the process, as
 it would fault on a device. A committed page reads as zero. Each mapping is one of the process's `vm.max_map_count`.
+
+A page that other processes have too is theirs by a shared lock of their open file description (F_OFD_SETLK in fcntl(2))
+on its piece of the file: who releases it and then gets the lock alone was the last, and punches the hole.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import math
 import mmap
 import os
+import struct
 import threading
 import time
 import weakref
@@ -24,11 +29,12 @@ from xllm_platform.base import OutOfMemoryError, PlatformError, VirtualMemoryDri
 if TYPE_CHECKING:
     import torch
 
-_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS, _READ, _READ_WRITE = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE: not in Python's mmap module
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*, linux/falloc.h
 _ASK_SECONDS = 0.05  # an answer about free memory is used for so long
 _FAILED = ctypes.c_void_p(-1).value
+_NAME = "xllm-npu-pages"
 _MEANINGS = {
     errno.ENOMEM: "no memory is left, or the process has as many mappings as vm.max_map_count allows",
     errno.ENOSPC: "no memory is left",
@@ -47,14 +53,18 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
                                     ctypes.c_long]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        self._file = os.memfd_create("xllm-npu-pages", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         self._lock = threading.RLock()
         self._free, self._asked = 0, 0.0  # bytes free when last asked, less what was taken since; and when
         self._end = 0  # of the file
         self._holes: dict[int, list[int]] = {}  # size -> offsets of given back pieces of the file
-        self._pages: dict[int, tuple[int, int]] = {}  # handle -> offset, size
+        self._pages: dict[int, tuple[int, int, int]] = {}  # handle -> file, offset, size
         self._last_page = 0
+        self._exported: set[int] = set()  # handles
+        self._left: list[tuple[int, int]] = []  # offset, size of pieces that were released and others have still
+        self._shared_once: set[int] = set()  # offsets at which others may be about to punch a hole
+        self._others: dict[tuple[int, int], int] = {}  # device, inode of another process's file -> our description
         self._uses: dict[int, int] = {}  # handle -> mappings; only those that have some
         self._ranges: dict[int, int] = {}  # address -> size
         self._range_starts: list[int] = []  # ascending, as are the next
@@ -89,8 +99,12 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
         self._check_size(size)
         with self._lock:
             self._check_free(size)
+            self._punch_what_was_left()
             holes = self._holes.get(size)
             offset = holes.pop() if holes else self._end
+            if offset in self._shared_once:
+                _lock(self._file, fcntl.F_WRLCK, offset, size, wait=True)
+                _lock(self._file, fcntl.F_UNLCK, offset, size)
             if self._libc.fallocate(self._file, 0, offset, size):
                 error = _error("fallocate")
                 self._libc.fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, offset, size)  # it may have got a part
@@ -100,24 +114,85 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
             self._end = max(self._end, offset + size)
             self._free -= size
             self._last_page += 1
-            self._pages[self._last_page] = offset, size
+            self._pages[self._last_page] = self._file, offset, size
             return self._last_page
 
     def release_page(self, page: int) -> None:
         with self._lock:
-            offset, size = self._place(page)
+            file, offset, size = self._place(page)
             if page in self._uses:
                 raise PlatformError(f"fallocate: page {page} is mapped {self._uses[page]} times; unmap it first.")
-            if self._libc.fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, offset, size):
-                raise _error("fallocate")
+            if page in self._exported or file != self._file:
+                self._give_up(file, offset, size)
+            else:
+                self._punch(file, offset, size)
             del self._pages[page]
+            self._exported.discard(page)
+
+    def export_page(self, page: int, importer: int) -> int:
+        """Its position is where the page begins, and its lock keeps the page on the way."""
+        with self._lock:
+            file, offset, size = self._place(page)
+            if file != self._file:
+                raise PlatformError(f"Page {page} is another process's, which alone can export it.")
+            passed = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+            for description in (file, passed):
+                _lock(description, fcntl.F_RDLCK, offset, size)
+            os.lseek(passed, offset, os.SEEK_SET)
+            self._exported.add(page)
+            self._shared_once.add(offset)
+            return passed
+
+    def import_page(self, exported: int, size: int) -> int:
+        self._check_size(size)
+        with self._lock:
+            found = os.fstat(exported)
+            if _NAME not in os.readlink(f"/proc/self/fd/{exported}"):
+                raise PlatformError("The descriptor is not that of a page.")
+            file = self._others.get((found.st_dev, found.st_ino))
+            if file is None:
+                file = os.open(f"/proc/self/fd/{exported}", os.O_RDWR | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, file)
+                self._others[found.st_dev, found.st_ino] = file
+            offset = os.lseek(exported, 0, os.SEEK_CUR)
+            if offset + size > found.st_size:
+                raise PlatformError(f"The descriptor has no page of {size} bytes.")
+            _lock(file, fcntl.F_RDLCK, offset, size)
+            self._last_page += 1
+            self._pages[self._last_page] = file, offset, size
+            return self._last_page
+
+    def _give_up(self, file: int, offset: int, size: int) -> None:
+        """A page that other processes may have too."""
+        _lock(file, fcntl.F_UNLCK, offset, size)
+        try:
+            _lock(file, fcntl.F_WRLCK, offset, size)
+        except BlockingIOError:
+            if file == self._file:
+                self._left.append((offset, size))
+            return
+        try:
+            self._punch(file, offset, size)
+        finally:
+            _lock(file, fcntl.F_UNLCK, offset, size)
+
+    def _punch_what_was_left(self) -> None:
+        """The last who had a piece has punched it, unless it was ended."""
+        left, self._left = self._left, []
+        for offset, size in left:
+            self._give_up(self._file, offset, size)
+
+    def _punch(self, file: int, offset: int, size: int) -> None:
+        if self._libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, offset, size):
+            raise _error("fallocate")
+        if file == self._file:
             self._holes.setdefault(size, []).append(offset)
 
     def map(self, address: int, page: int) -> None:
         if address % self.granularity:
             raise PlatformError(f"mmap: address {address:#x} is no multiple of the granularity, {self.granularity}.")
         with self._lock:
-            offset, size = self._place(page)
+            file, offset, size = self._place(page)
             i = bisect_right(self._range_starts, address) - 1
             start = self._range_starts[i] if i >= 0 else 0
             if i < 0 or address + size > start + self._ranges[start]:
@@ -125,7 +200,8 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
             if self._mapped_between(address, address + size):
                 raise PlatformError(f"mmap: a page is mapped at {address:#x} already.")
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _FIXED  # populated now: who touches it need not wait
-            if self._libc.mmap(address, size, _READ_WRITE, flags, self._file, offset) == _FAILED:
+            access = _READ_WRITE if file == self._file else _READ
+            if self._libc.mmap(address, size, access, flags, file, offset) == _FAILED:
                 error = _error("mmap")
                 self._map_nothing(address, size)
                 raise error
@@ -138,7 +214,7 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
             page = self._mappings.get(address)
             if page is None:
                 raise PlatformError(f"mmap: no mapping begins at {address:#x}.")
-            self._map_nothing(address, self._pages[page][1])
+            self._map_nothing(address, self._pages[page][2])
             del self._mappings[address]
             del self._mapping_starts[bisect_left(self._mapping_starts, address)]
             self._uses[page] -= 1
@@ -163,7 +239,7 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
         if i < len(self._mapping_starts) and self._mapping_starts[i] < end:
             return True
         before = self._mapping_starts[i - 1] if i else None
-        return before is not None and before + self._pages[self._mappings[before]][1] > begin
+        return before is not None and before + self._pages[self._mappings[before]][2] > begin
 
     def _check_free(self, size: int) -> None:
         """Asking takes longer than making a page, and pages are made by the dozen."""
@@ -177,10 +253,16 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
         if size <= 0 or size % self.granularity:
             raise PlatformError(f"{size} bytes are no multiple of the granularity, {self.granularity}.")
 
-    def _place(self, page: int) -> tuple[int, int]:
+    def _place(self, page: int) -> tuple[int, int, int]:
         if page not in self._pages:
             raise PlatformError(f"There is no page {page:#x}.")
         return self._pages[page]
+
+
+def _lock(file: int, kind: int, offset: int, size: int, wait: bool = False) -> None:
+    """Raises BlockingIOError if another description has a lock that forbids it, and this is not to wait for it."""
+    fcntl.fcntl(file, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK,
+                struct.pack("hhqqi", kind, os.SEEK_SET, offset, size, 0))
 
 
 def _error(call: str) -> PlatformError:

@@ -65,6 +65,7 @@ class CudaPlatform(AcceleratorPlatform):
             streams=True,
             pinned_memory=True,
             virtual_memory=_has_bindings(),
+            shared_pages="descriptor" if _has_bindings() else "none",
             dtypes=("bfloat16", "float16", "float32") if bfloat16 else ("float16", "float32"),
             default_block_size=128,
             default_graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),

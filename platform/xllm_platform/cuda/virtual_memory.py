@@ -36,6 +36,7 @@ class CudaVirtualMemory(VirtualMemoryDriver):
         self._granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
         self._ranges: dict[int, int] = {}  # address -> size, as are the mappings
         self._pages: dict[int, tuple[Any, int]] = {}  # handle as a number -> handle, size
+        self._imported: set[int] = set()
         self._mappings: dict[int, tuple[int, int]] = {}  # address -> page, size
         self._mapped: dict[int, int] = {}  # page -> mappings; only those that have some
 
@@ -70,6 +71,7 @@ class CudaVirtualMemory(VirtualMemoryDriver):
             raise PlatformError(f"cuMemRelease: page {page:#x} is mapped {self._mapped[page]} times; unmap it first.")
         self._call("cuMemRelease", handle)
         del self._pages[page]
+        self._imported.discard(page)
 
     def map(self, address: int, page: int) -> None:
         if address % self._granularity:
@@ -102,9 +104,17 @@ class CudaVirtualMemory(VirtualMemoryDriver):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return tensor_at(address, shape, strides, dtype, torch.device("cuda", self._device))
 
-    def export_page(self, page: int) -> int:
-        """A file descriptor by which another process can import the page; the caller closes it."""
+    def export_page(self, page: int, importer: int) -> int:
+        if page in self._imported:
+            raise PlatformError(f"Page {page:#x} is another process's, which alone can export it.")
         return int(self._call("cuMemExportToShareableHandle", self._page(page)[0], self._shareable, 0))
+
+    def import_page(self, exported: int, size: int) -> int:
+        self._check_size(size)
+        handle = self._call("cuMemImportFromShareableHandle", exported, self._shareable)
+        self._pages[int(handle)] = handle, size
+        self._imported.add(int(handle))
+        return int(handle)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *values = getattr(self._driver, name)(*arguments)

@@ -7,7 +7,7 @@ carries. Does not initialise AscendCL and selects no device: torch_npu has done 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from xllm_platform.base import OutOfMemoryError, PlatformError
@@ -80,6 +80,10 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "aclrtFreePhysical": [c_void_p],
     "aclrtMapMem": [c_void_p, c_size_t, c_size_t, c_void_p, c_uint64],
     "aclrtUnmapMem": [c_void_p],
+    "aclrtDeviceGetBareTgid": [POINTER(c_int32)],
+    "aclrtMemExportToShareableHandle": [c_void_p, c_int, c_uint64, POINTER(c_uint64)],
+    "aclrtMemSetPidToShareableHandle": [c_uint64, POINTER(c_int32), c_size_t],
+    "aclrtMemImportFromShareableHandle": [c_uint64, c_int32, POINTER(c_void_p)],
 }
 
 

@@ -82,6 +82,7 @@ class NpuPlatform(AcceleratorPlatform):
             streams=True,
             pinned_memory=True,
             virtual_memory=True,
+            shared_pages="number",
             dtypes=("float16", "float32") if old else ("bfloat16", "float16", "float32"),
             default_block_size=128,  # what the paged attention operators are tuned for
             default_graph_sizes=GRAPH_SIZES,

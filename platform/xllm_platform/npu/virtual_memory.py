@@ -3,6 +3,10 @@
 Physical memory is HBM in huge pages of the selected device. A physical handle is mapped whole at offset 0, the only use
 that CANN documents. Not to be used beside PYTORCH_NPU_ALLOC_CONF=expandable_segments:True on the same ranges; the
 caching allocator keeps its own.
+
+Pages go to other processes by shareable handles, which are numbers: one for each page, for good, and every importer
+must be named before it imports (aclrtMemSetPidToShareableHandle) by what aclrtDeviceGetBareTgid says in its process.
+The memory goes when all processes have freed their handle.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from ctypes import byref, c_size_t, c_void_p
+from ctypes import byref, c_int32, c_size_t, c_uint64, c_void_p
 from typing import TYPE_CHECKING
 
 from xllm_platform.base import PlatformError, VirtualMemoryDriver
@@ -31,6 +35,8 @@ class AclVirtualMemory(VirtualMemoryDriver):
         self._acl = Acl.load()
         self._properties = PhysicalProperties(_NO_HANDLE, _PINNED, _HBM_HUGE, Location(device, _ON_DEVICE), 0)
         self._sizes: dict[int, int] = {}  # page -> bytes
+        self._exported: dict[int, int] = {}  # page -> shareable handle
+        self._imported: set[int] = set()
         size = c_size_t()
         self._acl.call("aclrtMemGetAllocationGranularity", byref(self._properties), _MINIMUM, byref(size))
         self._granularity = size.value
@@ -61,6 +67,34 @@ class AclVirtualMemory(VirtualMemoryDriver):
         self._size_of(page)
         self._acl.call("aclrtFreePhysical", page)
         del self._sizes[page]
+        self._exported.pop(page, None)
+        self._imported.discard(page)
+
+    @property
+    def importer(self) -> int:
+        found = c_int32()
+        self._acl.call("aclrtDeviceGetBareTgid", byref(found))
+        return found.value
+
+    def export_page(self, page: int, importer: int) -> int:
+        self._size_of(page)
+        if page in self._imported:
+            raise PlatformError(f"Page {page:#x} is another process's, which alone can export it.")
+        if page not in self._exported:  # a second export of the same page is an error
+            shared = c_uint64()
+            self._acl.call("aclrtMemExportToShareableHandle", page, _NO_HANDLE, 0, byref(shared))
+            self._exported[page] = shared.value
+        self._acl.call("aclrtMemSetPidToShareableHandle", self._exported[page], byref(c_int32(importer)), 1)
+        return self._exported[page]
+
+    def import_page(self, exported: int, size: int) -> int:
+        self._check_size(size)
+        page = c_void_p()
+        self._acl.call("aclrtMemImportFromShareableHandle", exported, self._device, byref(page))
+        assert page.value is not None
+        self._sizes[page.value] = size
+        self._imported.add(page.value)
+        return page.value
 
     def map(self, address: int, page: int) -> None:
         if address % self._granularity:

@@ -14,10 +14,16 @@
 
 #include "fake.h"
 
+/* Its file is longer by a list of the processes that may import it, which only the exporter writes. */
 typedef struct {
-    int fd, device, imported;
+    int32_t count, pids[63];
+} importers;
+typedef struct physical {
+    int fd, device, imported, exported;
     size_t bytes;
+    struct physical *next; /* of those that are exported */
 } physical;
+static physical *exported;
 typedef struct range {
     char *start;
     size_t bytes;
@@ -106,7 +112,7 @@ aclError aclrtMallocPhysical(aclrtDrvMemHandle *out, size_t bytes, const aclrtPh
         return fake_fail(E_OUT_OF_MEMORY, "out of fake physical memory (%zu)", bytes);
     physical *page = calloc(1, sizeof *page);
     *page = (physical){.fd = memfd_create("fakecann", 0), .device = device, .bytes = bytes};
-    if (page->fd < 0 || ftruncate(page->fd, bytes))
+    if (page->fd < 0 || ftruncate(page->fd, bytes + sizeof(importers)))
         return E_OUT_OF_MEMORY;
     *out = page;
     return OK;
@@ -116,6 +122,11 @@ aclError aclrtFreePhysical(aclrtDrvMemHandle handle)
 {
     physical *page = handle;
     pthread_mutex_lock(&fake_lock);
+    for (physical **at = &exported; *at; at = &(*at)->next)
+        if (*at == page) {
+            *at = page->next;
+            break;
+        }
     if (!page->imported) {
         if (page->device >= 0)
             fake_used[page->device] -= page->bytes;
@@ -168,24 +179,69 @@ aclError aclrtUnmapMem(void *start)
 }
 
 /* A handle that another process of the same user can open: process number and file descriptor. */
-aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle handle, aclrtMemHandleType, uint64_t, uint64_t *out)
+aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle handle, aclrtMemHandleType type, uint64_t flags,
+                                         uint64_t *out)
 {
-    *out = ((uint64_t)getpid() << 32) | (uint32_t)((physical *)handle)->fd;
+    physical *page = handle;
+    importers list = {.count = flags ? -1 : 0}; /* flag 1: anybody may import it */
+    if (type != ACL_MEM_HANDLE_TYPE_NONE || flags > 1 || page->imported || page->exported)
+        return fake_fail(E_PARAM, "export: of another process's page, a second time, or with flags unknown");
+    if (pwrite(page->fd, &list, sizeof list, page->bytes) != sizeof list)
+        return E_INTERNAL;
+    pthread_mutex_lock(&fake_lock);
+    page->exported = 1;
+    page->next = exported;
+    exported = page;
+    pthread_mutex_unlock(&fake_lock);
+    *out = ((uint64_t)getpid() << 32) | (uint32_t)page->fd;
     return OK;
+}
+
+aclError aclrtMemSetPidToShareableHandle(uint64_t shared, int32_t *pids, size_t count)
+{
+    importers list = {0};
+    pthread_mutex_lock(&fake_lock);
+    physical *page = exported;
+    while (page && (int)(shared >> 32) == getpid() && page->fd != (int)(uint32_t)shared)
+        page = page->next;
+    pthread_mutex_unlock(&fake_lock);
+    if (!page || (int)(shared >> 32) != getpid() || count > 63)
+        return fake_fail(E_PARAM, "process numbers for a handle that this process has not exported");
+    list.count = (int32_t)count;
+    memcpy(list.pids, pids, count * sizeof *pids);
+    return pwrite(page->fd, &list, sizeof list, page->bytes) == sizeof list ? OK : E_INTERNAL;
+}
+
+static int may_import(int fd, off_t at)
+{
+    importers list;
+    if (pread(fd, &list, sizeof list, at) != sizeof list)
+        return 0;
+    if (list.count < 0)
+        return 1;
+    for (int i = 0; i < list.count; i++)
+        if (list.pids[i] == getpid())
+            return 1;
+    return 0;
 }
 
 aclError aclrtMemImportFromShareableHandle(uint64_t shared, int32_t device, aclrtDrvMemHandle *out)
 {
     char path[64];
     struct stat found;
+    if ((int)(shared >> 32) == getpid())
+        return fake_fail(E_PARAM, "import in the process that exports");
     snprintf(path, sizeof path, "/proc/%u/fd/%u", (unsigned)(shared >> 32), (unsigned)shared);
     int fd = open(path, O_RDWR);
     if (fd < 0 || fstat(fd, &found))
         return fake_fail(E_PARAM, "import: %s: %s", path, strerror(errno));
+    off_t bytes = found.st_size - (off_t)sizeof(importers);
+    if (!may_import(fd, bytes)) {
+        close(fd);
+        return fake_fail(E_PERMISSION, "import: this process is not on the page's list");
+    }
     physical *page = calloc(1, sizeof *page);
-    *page = (physical){.fd = fd, .device = device, .bytes = found.st_size, .imported = 1};
+    *page = (physical){.fd = fd, .device = device, .bytes = bytes, .imported = 1};
     *out = page;
     return OK;
 }
-
-aclError aclrtMemSetPidToShareableHandle(uint64_t, int32_t *, size_t) { return OK; }
