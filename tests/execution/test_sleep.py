@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
+from xllm_models.llama import LlamaForCausalLM
 
 from tests.support.engine import run_engine
+from tests.support.tiny_model import make_tiny_model
+from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.engine import Engine, SleepUnavailable
+from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.master.engine_loop import EngineLoop
+from xllm_npu.memory.coordinator import SleepFailed
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 from xllm_npu.state.messages import SEQUENCES_PER_REQUEST, AddRequest
 from xllm_npu.state.sampling_params import SamplingParams
 
@@ -97,3 +108,187 @@ def test_rule_8_sleep_needs_weights_in_virtual_memory(tiny_dir):
         for action in (lambda e: e.sleep(1), lambda e: e.wake(), lambda e: e.weights_hash()):
             with pytest.raises(SleepUnavailable, match="--enable-vmm-weights"):
                 action(engine_of(loop))
+
+
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
+FAMILIES = {
+    "qwen3_moe": EXPERTS, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64}, "deepseek_v3": {},
+    "gpt_oss": {"num_local_experts": 8}, "gemma3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_latents_sinks_and_tied_embeddings_right_after_waking(tmp_path, family):
+    """Everything that is derived from weights: latent projections, sinks, rotary tables, norms in float32."""
+    model = make_tiny_model(tmp_path / "m", family, **FAMILIES[family])
+    expected = run_engine(model, prompts(), 24, **SMALL)[0]
+    with opened(model, **KINDS["elastic"]) as loop:
+        for level in (1, 2):
+            before = engine_of(loop).weights_hash()
+            suspend(loop, level)
+            resume(loop)
+            assert answer(loop, prompts(), 24) == expected
+            assert engine_of(loop).weights_hash() == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_and_dummy_weights(tiny_dir, dtype):
+    """float16 is computed in float32 on a CPU, from weights that were rounded after loading."""
+    with opened(tiny_dir, **KINDS["elastic"], **{"dtype": dtype, "load_format": "dummy"}) as loop:
+        before, expected = engine_of(loop).weights_hash(), answer(loop, prompts())
+        for level in (1, 2):
+            suspend(loop, level)
+            resume(loop)
+            assert engine_of(loop).weights_hash() == before
+            assert answer(loop, prompts()) == expected
+
+
+@pytest.mark.slow
+def test_compiled_decode_steps_find_their_weights(tiny_dir):
+    with opened(tiny_dir, **KINDS["elastic"], enable_graph=True, graph_batch_sizes=(1, 4)) as loop:
+        expected = answer(loop, prompts())
+        suspend(loop, 1)
+        resume(loop)
+        assert answer(loop, prompts()) == expected
+        assert loop.scheduler.stats.graph_misses_total == 0
+
+
+def rewrite(directory: Path, seed: int) -> None:
+    """Other weights of the same shapes in the same files."""
+    make_tiny_model(directory, seed=seed)
+
+
+def test_files_that_have_changed_are_refused_by_level_1_and_taken_by_level_2(tmp_path):
+    model = make_tiny_model(tmp_path / "m")
+    with opened(model, **KINDS["elastic"]) as loop:
+        engine, expected = engine_of(loop), answer(loop, prompts())
+        before = engine.weights_hash()
+        suspend(loop, 1)
+        rewrite(model, seed=1)
+        with pytest.raises(PageGrowthRefused, match="files have changed"):
+            engine.wake()
+        with pytest.raises(RuntimeError, match="asleep"):
+            engine.weights_hash()
+        rewrite(model, seed=0)
+        resume(loop)
+        assert engine.weights_hash() == before
+        suspend(loop, 2)
+        rewrite(model, seed=1)
+        resume(loop)
+        assert engine.weights_hash() != before
+        assert answer(loop, prompts()) != expected
+
+
+def test_files_that_are_gone_make_no_sleep_and_no_wake_up(tmp_path):
+    model = make_tiny_model(tmp_path / "m")
+    file, away = model / "model.safetensors", tmp_path / "away"
+    with opened(model, **KINDS["elastic"]) as loop:
+        expected = answer(loop, prompts())
+        for level in (1, 2):
+            file.rename(away)
+            with pytest.raises(SleepFailed, match="safetensors"):
+                suspend(loop, level)
+            loop.scheduler.running.blocks.pool.pages.thaw()
+            assert answer(loop, prompts()) == expected
+            away.rename(file)
+        suspend(loop, 2)
+        file.rename(away)
+        with pytest.raises(PageGrowthRefused, match=r"Waking up failed: .*safetensors"):
+            engine_of(loop).wake()
+        away.rename(file)
+        resume(loop)
+        assert answer(loop, prompts()) == expected
+
+
+def resident(kind: str) -> int:
+    return getattr(psutil.Process().memory_info(), kind)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("kind", ["elastic", "fixed"])
+def test_resident_bytes_fall_by_what_weights_and_kv_cache_take(tmp_path, kind, level):
+    """Of this process, by what the system says. Done when 1: 95 percent."""
+    model = make_tiny_model(tmp_path / "m", hidden=512, layers=4)
+    size = (model / "model.safetensors").stat().st_size
+    assert size > 30 * 2**20
+    with opened(model, **{**KINDS[kind], "phy_page_granularity_size": 65536, "max_cache_size": "64MiB"}) as loop:
+        answer(loop, prompts())
+        cache = loop.ready.kv_cache_bytes if kind == "fixed" else 0
+        before = resident("rss")
+        freed = suspend(loop, level)
+        assert before - resident("rss") >= 0.95 * (size + cache)
+        assert 0.95 * (size + cache) <= freed <= 1.1 * (size + cache)
+        resume(loop)
+        assert resident("rss") - before < 0.05 * size
+
+
+def test_fifty_cycles_are_bit_exact_and_nothing_grows(tmp_path):
+    model = make_tiny_model(tmp_path / "m", hidden=256, layers=4)
+    asked = prompts(2)
+    with opened(model, **{**KINDS["elastic"], "phy_page_granularity_size": 65536}) as loop:
+        before, expected = engine_of(loop).weights_hash(), answer(loop, asked, 8)
+        sizes = []
+        for cycle in range(50):
+            suspend(loop, 1 + cycle % 2)
+            resume(loop)
+            assert engine_of(loop).weights_hash() == before
+            if cycle % 10 == 9:
+                assert answer(loop, asked, 8) == expected
+                sizes.append((resident("rss"), resident("shared"), len(os.listdir("/proc/self/fd")),
+                              threading.active_count()))
+        first, last = sizes[0], sizes[-1]
+        assert last[0] - first[0] < 2**20
+        assert last[1] - first[1] < 2**20
+        assert last[2:] == first[2:]
+
+
+def test_transformers_code_is_refused(tiny_dir):
+    with pytest.raises(SettingsError, match="allocates its weights itself"):
+        settings_from_kwargs(model=str(tiny_dir), **KINDS["elastic"], model_impl="transformers")
+
+
+class Straying(LlamaForCausalLM):
+    """An architecture that does not know the hook."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+def test_weights_that_would_not_sleep_are_refused_at_start(tiny_dir, monkeypatch):
+    monkeypatch.setattr("xllm_models.registry.get_model_class", lambda name: Straying)
+    monkeypatch.setattr(Straying, "placements", LlamaForCausalLM.placements)
+    with pytest.raises(LoadError, match="keeps extra and 0 other tensors outside"):
+        run_engine(tiny_dir, [[40]], 2, **SMALL, **KINDS["elastic"])
+
+
+def test_weights_without_room_name_what_to_change(tiny_dir):
+    with pytest.raises(LoadError, match=r"weights take .* bytes .*max_cache_size"):
+        run_engine(tiny_dir, [[40]], 2, **SMALL, **KINDS["elastic"], **{"max_cache_size": "128KiB"})
+
+
+def test_rule_22_one_ceiling_for_weights_and_kv_cache(tiny_dir):
+    """With room for the weights and a third of a megabyte, the cache has that third."""
+    layout_bytes = 450_000
+    with opened(tiny_dir, **KINDS["elastic"], **{"max_cache_size": layout_bytes + 350_000}) as loop:
+        pool = loop.scheduler.running.blocks.pool
+        stats, layout = pool.page_stats(), pool.layout
+        assert (stats.mapped + stats.free) * layout.total_page_bytes <= 350_000
+        assert answer(loop, prompts())
+
+
+def test_rule_50_weights_are_reserved_first(tiny_dir, monkeypatch):
+    opened_first: list[str] = []
+    for name in ("open_weights", "open_kv"):
+        plain = getattr(WorkerMemoryResources, name)
+        monkeypatch.setattr(WorkerMemoryResources, name, lambda self, layout, plain=plain, name=name: (
+            opened_first.append(name), plain(self, layout))[1])
+    run_engine(tiny_dir, [[40]], 2, **SMALL, **KINDS["elastic"])
+    assert opened_first == ["open_weights", "open_kv"]
+
+
+def test_nothing_is_left_of_an_engine_that_was_closed_asleep(tiny_dir):
+    with opened(tiny_dir, **KINDS["elastic"]) as loop:
+        suspend(loop, 1)
+    assert "xllm-npu-pages" not in Path("/proc/self/maps").read_text()

@@ -423,7 +423,8 @@ class SleepMachine(RuleBasedStateMachine):
             self.pages.thaw()
 
     @precondition(lambda self: not self.lost)
-    @rule(rank=st.integers(0, 1), call=st.sampled_from(DRIVER_CALLS), n=st.integers(1, 9), error=st.sampled_from(ERRORS))
+    @rule(rank=st.integers(0, 1), call=st.sampled_from(DRIVER_CALLS), n=st.integers(1, 9),
+          error=st.sampled_from(ERRORS))
     def break_driver(self, rank, call, n, error):
         """The next action meets it, if it comes that far; so with the others."""
         self.workers.drivers[rank].fault = fail_nth(call, n, error)

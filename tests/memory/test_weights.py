@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_rule_61_weights_lie_one_after_the_other_in_fragmented_pages(weights):
     assert all(place % ALIGNMENT == 0 for place in places)
     assert places == sorted(places)
     pages = weights.region.pages()
-    assert [b - a for a, b in zip(pages, pages[1:])] != [1] * (len(pages) - 1), "the test wants them apart"
+    assert [b - a for a, b in pairwise(pages)] != [1] * (len(pages) - 1), "the test wants them apart"
     assert weights.region.complete
     assert all(weights.region.contains(tensor) for tensor in weights.tensors)
     assert not weights.region.contains(torch.zeros(3))

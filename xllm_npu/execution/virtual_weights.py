@@ -20,6 +20,7 @@ from xllm_npu.execution.model_loader import LoadError, load_model_weights
 from xllm_npu.execution.virtual_kv import growth_rule, kv_page_bytes, open_driver, selecting
 from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.weight_contents import SleepOptions
+from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
@@ -51,14 +52,22 @@ def build_over_pages(
     except (OutOfMemoryError, PageGrowthRefused) as error:
         raise LoadError(f"The weights take {planned.size:,} bytes of virtual memory, which cannot be had: {error} "
                         "Raise max_cache_size or max_memory_utilization if they are set, or free memory.") from error
-    with allocating_in(region):
-        model = build()
+    try:
+        with allocating_in(region):
+            model = build()
+        _check_inside(model, region)
+    except BaseException:
+        memory.close()
+        raise
+    return model, memory
+
+
+def _check_inside(model: Any, region: WeightRegion) -> None:
     assert region.complete, "the model has allocated fewer weights than were planned"
     outside = [name for name, tensor in model.state_dict(keep_vars=True).items() if not region.contains(tensor)]
     if outside:
         raise LoadError(f"{type(model).__name__} keeps {outside[0]} and {len(outside) - 1} other tensors outside of "
                         "virtual memory: leave --enable-vmm-weights out.")
-    return model, memory
 
 
 class CheckpointLoader:

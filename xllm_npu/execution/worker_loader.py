@@ -110,9 +110,18 @@ def _check_cut(settings: Settings, rank: Rank, config: ModelConfig) -> None:
 
 def _load(start: _Start, progress: Progress) -> LoadedWorker:
     """Model, KV cache, graphs, warm-up."""
-    settings, platform, config, parallel = start.settings, start.platform, start.config, start.parallel
     progress(EngineProgress(KERNELS_STAGE, 0, 1))
-    model, weight_memory = _build(start)
+    model, memory = _build(start)
+    try:
+        return _fill(start, model, memory, progress)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
+
+
+def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None, progress: Progress) -> LoadedWorker:
+    settings, platform, config, parallel = start.settings, start.platform, start.config, start.parallel
     backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
     weights = load_model_weights(

@@ -90,7 +90,12 @@ class WorkerMemoryResources:
         self.pool.extend(layout.num_pages * layout.num_regions)
         self._layout, self._kv = layout, VirtualKVCacheRegions(self.pool, layout)
         for offset in self.kv_offsets_at_rest:
-            self.publish_kv([offset], [self.pool.take(layout.num_regions)])
+            pages = self.pool.take(layout.num_regions)
+            try:
+                self.publish_kv([offset], [pages])
+            except BaseException:
+                self.pool.give(pages)
+                raise
         return self._kv
 
     @property
