@@ -10,6 +10,8 @@ ARGS ?=
 # `make test` pulls the default model first, unless it is in the user's cache.
 # For pytest: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
+# Test files run side by side, so many at once; 0: all in one process.
+TEST_JOBS ?= 2
 
 # For `make test-npu`; torch-npu and the CPU's torch live apart.
 NPU_VENV ?= .venv-npu
@@ -18,10 +20,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 NPU_INSTALLED := $(NPU_VENV)/.installed-npu
+SIDE_BY_SIDE := -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full test-ray test-npu device-check lint lint-docker bench-host clean
+.PHONY: help serve install install-dev test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,7 +34,7 @@ serve: install  ## install, get the default model if needed, and serve it (ARGS:
 
 test: install-dev  ## all tests that need nothing but this machine, in minutes
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest -m "not slow and not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
@@ -42,6 +45,10 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest $(SIDE_BY_SIDE) -m "npu_lab and not slow" tests/npu_lab $(PYTEST_ARGS)
+
+test-npu-full: $(NPU_INSTALLED)  ## its slow tests too
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m npu_lab tests/npu_lab $(PYTEST_ARGS)
 

@@ -31,6 +31,7 @@ def test_same_tokens_as_on_the_cpu(model, kind, backend, monkeypatch) -> None:  
     assert (left["physical_bytes_live"], left["mappings_live"]) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_over_virtual_memory(model, kind) -> None:  # noqa: F811
     directory, expected = model("llama")

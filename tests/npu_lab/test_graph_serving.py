@@ -45,7 +45,7 @@ def test_same_tokens_as_on_the_cpu(model, way: str) -> None:  # noqa: F811
     assert loop.scheduler.stats.graph_misses_total == 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_own_kernels_need_no_update(model, architecture: str) -> None:  # noqa: F811
     """They read lengths from device memory: keys and values, a sliding window, latents."""
     directory, expected = model(architecture)

@@ -66,8 +66,8 @@ def test_auto_takes_the_npu() -> None:
 
 
 @pytest.mark.parametrize(("soc", "dtypes", "attention", "kernels"), [
-    ("Ascend910B3", ("bfloat16", "float16", "float32"), ("npu", "torch"), "npu"),
-    ("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "torch"), "npu"),
+    ("Ascend910B3", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu"),
+    ("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu"),
     ("Ascend310P3", ("float16", "float32"), ("torch",), "torch"),
 ])
 def test_what_a_chip_can_do(soc: str, dtypes: tuple[str, ...], attention: tuple[str, ...], kernels: str) -> None:

@@ -69,7 +69,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.mark.parametrize("attention", ["npu", "triton"])
-@pytest.mark.parametrize("way", [*WAYS, "mixed steps"])
+@pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.slow) for way in WAYS), "mixed steps"])
 def test_same_tokens_as_on_the_cpu(model, watch: Watch, attention: str, way: str) -> None:  # noqa: F811
     directory, expected = model("llama")
     before = fake_cann.counters()
@@ -89,6 +89,7 @@ def test_same_tokens_as_on_the_cpu(model, watch: Watch, attention: str, way: str
     assert stats.prefix_hits_total > 0 or way == "all off"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "attention"), [("mistral", "npu"), ("qwen3_moe", "npu"), ("gemma2", "triton"),
                                                          ("deepseek_v3", "triton")])
 def test_architectures(model, watch: Watch, architecture: str, attention: str) -> None:  # noqa: F811
@@ -99,6 +100,7 @@ def test_architectures(model, watch: Watch, architecture: str, attention: str) -
     assert {padded for _, _, padded in watch.steps} == {64, 100}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("architecture", "sizes"), [("llama", {"tp_size": 2}),
                                                      ("qwen3_moe", {"tp_size": 2, "ep_size": 2})])
@@ -110,6 +112,7 @@ def test_two_devices(model, monkeypatch: pytest.MonkeyPatch, watch: Watch, archi
     assert {padded for _, _, padded in watch.steps} == {64, 100}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("architecture", "more"), [("llama", ()), ("qwen3_moe", ("--dp-size", "2"))])
 def test_a_server_answers_a_client(model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,  # noqa: F811
@@ -163,6 +166,7 @@ def test_a_step_above_the_largest_size_runs_eagerly(model, watch: Watch) -> None
     assert eager == stats.prefill_graph_misses_total + 1, "a longer prompt warms up too"
 
 
+@pytest.mark.slow
 def test_streams_allow_fewer_sizes(model, monkeypatch: pytest.MonkeyPatch, watch: Watch,  # noqa: F811
                                    caplog: pytest.LogCaptureFixture) -> None:
     directory, expected = model("llama")
@@ -178,6 +182,7 @@ def test_streams_allow_fewer_sizes(model, monkeypatch: pytest.MonkeyPatch, watch
         run_engine(directory, prompts(), NEW_TOKENS, **options)
 
 
+@pytest.mark.slow
 def test_what_graphs_take_is_known_before_the_cache_is_sized(model, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Compared with what the device has less after the captures."""
     planned, taken = [], []
@@ -240,6 +245,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["npu", "triton"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_changed_is_missed(model, monkeypatch: pytest.MonkeyPatch, name: str, attention: str) -> None:  # noqa: F811

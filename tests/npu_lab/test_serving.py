@@ -103,6 +103,7 @@ def test_two_devices(model, float32: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert answers == expected
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_experts_on_two_devices(model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECANN_DEVICES", "2")
@@ -124,6 +125,7 @@ def test_a_server_answers_a_client(model, attention: str, tmp_path: Path) -> Non
             assert answer.choices[0].model_extra["token_ids"] == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_smollm2(float32: None) -> None:
     """Real weights and lengths of several blocks of 128."""
