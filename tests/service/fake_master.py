@@ -145,6 +145,7 @@ class FakeMaster:
         self.submitted_one = asyncio.Event()
         self.aborted_one = asyncio.Event()
         self.healthy = True
+        self.stalled = self.lacked_memory = False
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         if not self.settings.kv_cache.enable_vmm_weights:

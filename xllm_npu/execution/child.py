@@ -47,6 +47,19 @@ def describe(error: BaseException) -> str:
     return text if speaks_for_itself(error) else f"{type(error).__name__}: {text}"
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """It, or what caused it, says that more memory of the device might have helped."""
+    from xllm_platform.base import OutOfMemoryError
+
+    from xllm_npu.memory.kv_capacity import CacheTooSmall
+    from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CacheTooSmall | PageGrowthRefused | OutOfMemoryError):
+        cause = cause.__cause__
+    return cause is not None
+
+
 def explains(error: BaseException) -> bool:
     """It says what happened. Any other exception may come from the end of a rank that this one computed with."""
     return speaks_for_itself(error) and not getattr(error, "foreign", False)

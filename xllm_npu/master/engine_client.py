@@ -39,6 +39,7 @@ class Clue(enum.IntEnum):
 class Ending:
     clue: Clue
     reason: str  # a sentence for people
+    lacked_memory: bool = False  # as EngineFailed has it
 
 
 OnMessage = Callable[[EngineMessage], None]
@@ -111,7 +112,7 @@ class EngineClient:
             return Ending(Clue.DIED, f"The {self._name} ({child.where}) {how}.")
         message = self._failure.message
         if self._failure.ours:
-            return Ending(Clue.SAID, message)
+            return Ending(Clue.SAID, message, self._failure.lacked_memory)
         several = self._name != ENGINE
         return Ending(Clue.FAILED, f"The {self._name} ({child.where}) failed: {message}" if several else message)
 

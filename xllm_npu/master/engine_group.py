@@ -89,6 +89,11 @@ class EngineGroup:
     def alive(self) -> bool:
         return bool(self._clients) and all(client.alive for client in self._clients)
 
+    @property
+    def lacked_memory(self) -> bool:
+        """One has ended, and might not have with more of its device's memory."""
+        return any(ending.lacked_memory for ending in self._endings)
+
     async def start(self) -> None:
         """Start all of them; returns before the model is loaded. Raises OSError."""
         if self._over:  # `fail` was faster

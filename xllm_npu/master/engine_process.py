@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from xllm_npu.config.settings import Settings
-from xllm_npu.execution.child import describe, explains, follow_parent, read_line, remove_directory
+from xllm_npu.execution.child import describe, explains, follow_parent, lacks_memory, read_line, remove_directory
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
@@ -69,6 +69,9 @@ class Channel:
         self._context.destroy(linger=1000)
 
 
+Gauges = tuple[int, int, int, bool]  # running, waiting, pages mapped, stalled
+
+
 class EngineServer:
     """Feeds an engine loop from the channel until it is told to end."""
 
@@ -78,7 +81,7 @@ class EngineServer:
         assert isinstance(loop, EngineLoop)
         self._channel, self._loop = channel, loop
         self._checked_at = 0.0
-        self._told = self._gauges()  # running, waiting and pages mapped, as the parent knows them
+        self._told = self._gauges()  # as the parent knows them
 
     def run(self) -> None:
         idle = True
@@ -122,10 +125,11 @@ class EngineServer:
         elif self._told != self._gauges():
             self._tell_gauges()
 
-    def _gauges(self) -> tuple[int, int, int]:
+    def _gauges(self) -> Gauges:
         scheduler = self._loop.scheduler
         pages = scheduler.running.blocks.pool.page_stats()
-        return scheduler.running.num_running, len(scheduler.waiting), 0 if pages is None else pages.mapped
+        mapped = 0 if pages is None else pages.mapped
+        return scheduler.running.num_running, len(scheduler.waiting), mapped, scheduler.stalled
 
     def _tell_gauges(self) -> None:
         scheduler = self._loop.scheduler
@@ -145,8 +149,8 @@ class EngineServer:
                 log.error("the scheduler's books do not agree, please report this: %s", error)
 
 
-def _told(stats: EngineStats) -> tuple[int, int, int]:
-    return stats.running, stats.waiting, 0 if stats.pages is None else stats.pages.mapped
+def _told(stats: EngineStats) -> Gauges:
+    return stats.running, stats.waiting, 0 if stats.pages is None else stats.pages.mapped, stats.stalled
 
 
 class ThrottledProgress:
@@ -192,7 +196,7 @@ def main() -> int:
         if not ours and settings.parallel.dp_size > 1:
             time.sleep(CAUSE_SECONDS)
         log.log(logging.DEBUG if ours else logging.ERROR, "the engine failed", exc_info=True)
-        channel.send(EngineFailed(describe(error), traceback.format_exc(), ours))
+        channel.send(EngineFailed(describe(error), traceback.format_exc(), ours, lacks_memory(error)))
         channel.close()
         return EXIT_FAILED
     channel.close()

@@ -92,6 +92,7 @@ class LLMMaster:
         self._dispatcher: OutputDispatcher | None = None
         self._readying: asyncio.Task[None] | None = None
         self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
+        self._stalled: set[int] = set()  # engines
         self._searches: set[int] = set()  # ids of beam searches that go on
         self._no_search = asyncio.Event()
         self._no_search.set()
@@ -230,6 +231,16 @@ class LLMMaster:
     def residency(self) -> ResidencyState:
         return self._residency.state
 
+    @property
+    def stalled(self) -> bool:
+        """Requests are open that cannot go on, because others have the memory that they need."""
+        return bool(self._stalled)
+
+    @property
+    def lacked_memory(self) -> bool:
+        """The engines have ended, and might not have with more memory of their devices."""
+        return self._engines.lacked_memory
+
     def _on_residency(self) -> None:
         if self.status in (EngineStatus.READY, EngineStatus.SLEEPING):
             self.status = EngineStatus.READY if self._residency.serves else EngineStatus.SLEEPING
@@ -275,6 +286,7 @@ class LLMMaster:
         assert self._dispatcher is not None, "outputs before any request"
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
+            (self._stalled.add if outputs.stats.stalled else self._stalled.discard)(rank)
             figures = msgspec.structs.asdict(outputs.stats)
             if outputs.stats.pages is not None:
                 figures["pages"] = msgspec.structs.asdict(outputs.stats.pages)
@@ -321,6 +333,7 @@ class LLMMaster:
         else:
             self.failure = reason
             self.status = EngineStatus.RESTARTING
+        self._stalled.clear()
         self._residency.forget()
         if self._dispatcher is not None:
             self._dispatcher.fail_all(f"The engine stopped: {reason}")

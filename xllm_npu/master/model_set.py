@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05  # how soon a change of an engine's status is noticed
 
 NewMaster = Callable[[Settings], LLMMaster]
+MakeRoom = Callable[["ServedModel"], Awaitable[bool]]  # whether there is more memory for it now
 
 
 class UnknownModel(LookupError):
@@ -46,6 +47,7 @@ class ServedModel:
 
     names: tuple[str, ...]  # the first one is shown
     master: LLMMaster
+    new_master: Callable[[], LLMMaster] | None = None  # for another try to start it
     in_flight: int = 0  # requests that were routed to it and have not ended
     last_use: float = field(default_factory=time.monotonic)  # when a request began or ended
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there is no request
@@ -81,12 +83,14 @@ class ModelSet:
         self._started: list[LLMMaster] = []
         self._forks: dict[str, tuple[ServedModel, asyncio.Task[ServedModel]]] = {}  # by name, with their parents
         self.on_progress: Callable[[ServedModel, EngineProgress], None] = lambda model, progress: None
+        self.make_room: MakeRoom = _no_room  # asked for a model that does not start for want of memory
         self._ledgers = new_directory()
 
     @classmethod
     def of_settings(cls, settings: Sequence[Settings], new_master: NewMaster = LLMMaster) -> ModelSet:
         """One model for each of `settings`; no two of them may have a name in common."""
-        return cls([ServedModel(served_model_names(one), new_master(one)) for one in settings])
+        return cls([ServedModel(served_model_names(one), new_master(one), partial(new_master, one))
+                    for one in settings])
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -124,6 +128,17 @@ class ModelSet:
             await self._start(model)
 
     async def _start(self, model: ServedModel) -> None:
+        while True:
+            try:
+                await self._start_once(model)
+                return
+            except StartFailed:
+                if not model.master.lacked_memory or model.new_master is None or not await self.make_room(model):
+                    raise
+            await model.master.shutdown(0)
+            model.master = model.new_master()
+
+    async def _start_once(self, model: ServedModel) -> None:
         model.master.ledgers = self._ledgers
         model.master.on_progress = partial(self._on_progress, model)
         self._started.append(model.master)
@@ -160,7 +175,8 @@ class ModelSet:
         if parent.master.status is not EngineStatus.READY:
             raise ResidencyError("asleep", f"The model {parent.name} is not awake, and so has no weights to share.")
         began = time.monotonic()
-        model = ServedModel((name,), self._new_fork(parent.master, name))
+        new_master = partial(self._new_fork, parent.master, name)
+        model = ServedModel((name,), new_master(), new_master)
         try:
             await self._start(model)
         except StartFailed as error:
@@ -199,6 +215,10 @@ class ModelSet:
         for master in self._started:
             master.kill()
         shutil.rmtree(self._ledgers, ignore_errors=True)
+
+
+async def _no_room(model: ServedModel) -> bool:
+    return False
 
 
 async def _unbroken(start: Coroutine[Any, Any, None]) -> None:

@@ -20,6 +20,8 @@ from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel
 from xllm_npu.state.messages import PAUSED
 
+STALL_POLL_SECONDS = 0.2  # how soon it is noticed that a model's requests stand still
+
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class ResidencyCoordinator:
         self._making_room = asyncio.Lock()
         self._victim: ServedModel | None = None  # is to sleep once its requests have ended
         self._room_made = asyncio.Event()
+        models.make_room = self.make_room
 
     # For requests
 
@@ -114,6 +117,13 @@ class ResidencyCoordinator:
             return False
         async with self._making_room:
             return await self._evict(model, patient=False)
+
+    async def watch(self) -> None:
+        """For ever: models whose requests stand still for want of memory get that of models that idle."""
+        while self._evicts:
+            for model in [model for model in self._models if model.master.stalled]:
+                await self.make_room(model)
+            await asyncio.sleep(STALL_POLL_SECONDS)
 
     async def _wake(self, model: ServedModel, tags: Collection[str], *, patient: bool) -> None:
         """`patient`: wait for requests of the model that is to make room."""

@@ -330,6 +330,7 @@ class Scheduler:
         s, pool = self.stats, self.running.blocks.pool
         s.running, s.waiting = self.running.num_running, len(self.waiting)
         s.kv_usage, s.free_blocks, s.pages = pool.usage, pool.num_available, pool.page_stats()
+        s.stalled = self.stalled
 
     def _update_stats(self, batch: Batch, result: StepResult) -> None:
         s, prefix = self.stats, self.running.blocks.prefix.stats

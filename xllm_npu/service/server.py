@@ -144,6 +144,7 @@ class ServerLife:
     async def _supervise(self, http: asyncio.Task[None]) -> str | None:
         """Until a signal (None) or a failure (why)."""
         stopped = asyncio.create_task(self._stop.wait())
+        watch = asyncio.create_task(self._residency.watch())
         start = asyncio.create_task(self._start())
         try:
             await asyncio.wait([start, stopped, http], return_when=asyncio.FIRST_COMPLETED)
@@ -153,9 +154,9 @@ class ServerLife:
         except StartFailed as error:
             return str(error)
         finally:
-            for task in (start, stopped):
+            for task in (start, stopped, watch):
                 task.cancel()
-            await asyncio.gather(start, stopped, return_exceptions=True)
+            await asyncio.gather(start, stopped, watch, return_exceptions=True)
         if self._stop.is_set():
             return None
         if http.done():

@@ -167,6 +167,7 @@ class EngineFailed(msgspec.Struct, tag=True, array_like=True):
     message: str
     traceback: str = ""
     ours: bool = True  # an error of this package, whose message says what happened; else any exception
+    lacked_memory: bool = False  # with more of the device's memory it might not have failed
 
 
 class Logprobs(msgspec.Struct, array_like=True):
@@ -212,6 +213,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     graph_misses_total: int = 0  # decode batches above the largest captured size
     pages: PageStats | None = None  # of an elastic KV cache
     prefill_graph_misses_total: int = 0  # steps with prompts above the largest captured size
+    stalled: bool = False  # requests are open and none can go on: others have the memory that their KV blocks need
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
