@@ -155,7 +155,9 @@ def plan_cache(
             kv, platform, backend, spec, sharers=sharers, blocks=blocks,
             most_blocks=-(-shape.max_model_len // shape.block_size) * shape.max_seqs + 1, workspace_bytes=workspace,
             ledger=rank.open_ledger(platform) if weights is None else None, memory=weights)
-        blocks, usable = virtual.num_blocks, virtual.usable_blocks
+        blocks = usable = virtual.num_blocks
+        if not settings.service.evict_idle_models:  # else other models will make room
+            usable = virtual.usable_blocks
     return CachePlan(blocks, _fitting_shape(settings, shape, usable), virtual)
 
 
