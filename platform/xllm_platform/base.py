@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class Capabilities:
     streams: bool = False
     pinned_memory: bool = False
     virtual_memory: bool = False
-    shared_pages: str = "none"  # how a page of virtual memory gets to another process: none | descriptor | number
+    shared_pages: Literal["none", "descriptor", "number"] = "none"  # how pages get to another process
     shared_memory: bool = False  # all devices of a machine are one: its memory and cores are divided among ranks
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     slow_dtypes: tuple[str, ...] = ()  # of these; a model whose dtype nobody chose is computed in float32 instead

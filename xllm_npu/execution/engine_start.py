@@ -10,7 +10,7 @@ from collections.abc import Callable
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_memory import connect_memory
-from xllm_npu.execution.rank import Rank
+from xllm_npu.execution.rank import Rank, of_rank
 from xllm_npu.execution.worker import Worker
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
@@ -53,7 +53,7 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     init.ledgers = init.ledgers or init.directory
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
                 slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous,
-                ledgers=init.ledgers)
+                ledgers=init.ledgers, weights=of_rank(init.weights, 0), weights_from=of_rank(init.weights_from, 0))
     made: list[LoadedWorker] = []
 
     def make() -> Worker:

@@ -28,6 +28,8 @@ class Rank:
     rendezvous: str = ""  # of all ranks
     own_rendezvous: str = ""  # of this engine's ranks alone; "": made from the other
     ledgers: str = ""  # directory with a ledger for each device of this machine; "": nobody shares it
+    weights: str = ""  # socket at which other processes may have this one's weights; "": nowhere
+    weights_from: str = ""  # such a socket of another model's rank, whose weights this one takes; "": none
 
     @property
     def ranks_here(self) -> int:
@@ -51,6 +53,11 @@ class Rank:
                 redundant=p.redundant_experts_num if p.enable_eplb else 0,
             ),
         )
+
+
+def of_rank(path: str, tp_rank: int) -> str:
+    """One rank's socket, of those of an engine; "" stays so."""
+    return f"{path}-{tp_rank}" if path else ""
 
 
 def _own(rank: Rank) -> str:

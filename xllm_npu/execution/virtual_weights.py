@@ -17,9 +17,11 @@ from xllm_platform.base import OutOfMemoryError, Platform
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.model_loader import LoadError, load_model_weights
+from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.virtual_kv import growth_rule, kv_page_bytes, open_driver, selecting
-from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.weight_contents import SleepOptions
+from xllm_npu.memory.weight_export import WeightExporter
+from xllm_npu.memory.weight_import import WeightImporter, WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
@@ -30,12 +32,12 @@ Build = Callable[[], Any]
 
 def build_over_pages(
     settings: Settings, platform: Platform, build: Build, block_bytes: Callable[[Any], int], *, sharers: int,
-    workspace_bytes: int, ledger: DeviceLedger | None,
+    workspace_bytes: int, rank: Rank,
 ) -> tuple[Any, WorkerMemoryResources]:
     """(a model whose weights lie in pages and are not loaded yet, those pages and what else will come of them).
 
-    `block_bytes` of a model: what a KV block takes in one region. Raises LoadError if the weights do not fit, or if the
-    model keeps some elsewhere.
+    Where the rank takes another model's weights, they are loaded. `block_bytes` of a model: what a KV block takes in
+    one region. Raises LoadError if the weights do not fit or cannot be had, or if the model keeps some elsewhere.
     """
     kv, planned = settings.kv_cache, WeightLayout()
     driver = open_driver(kv, platform)
@@ -44,11 +46,15 @@ def build_over_pages(
     size = kv.phy_page_granularity_size
     if kv.enable_vmm_kvcache:
         size = kv_page_bytes(kv, driver, block_bytes(probe))
+    ledger = rank.open_ledger(platform)
     growth = growth_rule(kv, platform, sharers, workspace_bytes, ledger) if kv.vmm_elastic else None
     memory = WorkerMemoryResources(driver, None, growth, platform.synchronize, selecting(platform), page_bytes=size,
                                    ledger=ledger)
     try:
-        region = memory.open_weights(planned)
+        importer = WeightImporter(rank.weights_from, memory.pool) if rank.weights_from else None
+        region = memory.open_weights(planned, importer)
+    except WeightsUnavailable as error:
+        raise LoadError(str(error)) from error
     except (OutOfMemoryError, PageGrowthRefused) as error:
         raise LoadError(f"The weights take {planned.size:,} bytes of virtual memory, which cannot be had: {error} "
                         "Raise max_cache_size or max_memory_utilization if they are set, or free memory.") from error
@@ -84,9 +90,11 @@ class CheckpointLoader:
         load_model_weights(self._settings, self._model, self._path, self._rank, lambda done, total: None)
 
 
-def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: CheckpointLoader) -> None:
-    """From now on this worker can sleep. Its weights are loaded."""
+def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: CheckpointLoader, rank: Rank) -> None:
+    """From now on this worker can sleep, and others may have its weights, which are loaded. Raises OSError."""
     capabilities = platform.capabilities
+    if rank.weights and memory.importer is None and capabilities.shared_pages != "none":
+        memory.exporter = WeightExporter(rank.weights, memory, capabilities.shared_pages)
     memory.residency = WorkerResidency(memory, SleepOptions(
         loader=loader, host_copy=not capabilities.shared_memory, pinned=capabilities.pinned_memory,
         empty_cache=platform.empty_cache))

@@ -25,6 +25,7 @@ import zmq
 from xllm_platform.progress import PROGRESS
 
 from xllm_npu.execution.hang import RankProgress, describe_hang
+from xllm_npu.execution.rank import of_rank
 from xllm_npu.execution.shm_ring import RingWriter
 from xllm_npu.execution.step_channel import ChannelError, StepSender
 from xllm_npu.execution.step_message import StepInput
@@ -85,6 +86,7 @@ class WorkerGroup:
             settings=init.settings, steps=self._endpoint, reports=self._reports_endpoint, seed=init.seed,
             dp_rank=init.dp_rank, tp_rank=rank, slot=self._slots[rank], rendezvous=init.rendezvous, world=init.slots,
             own_rendezvous=init.own_rendezvous, ring=place, ledgers=init.ledgers,
+            weights=of_rank(init.weights, rank), weights_from=of_rank(init.weights_from, rank),
             memory=f"ipc://{init.directory}/memory-{init.dp_rank}-{rank}",
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,

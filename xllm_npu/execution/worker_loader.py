@@ -124,11 +124,10 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     settings, platform, config, parallel = start.settings, start.platform, start.config, start.parallel
     backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
-    weights = load_model_weights(
-        settings, model, start.resolved.path, start.rank.tp_rank,
-        lambda done, total: progress(EngineProgress("Loading weights", done, total, "bytes")))
+    weights = _weights(start, model, weight_memory, progress)
     if weight_memory is not None:
-        make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank))
+        make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank),
+                    start.rank)
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
@@ -174,7 +173,16 @@ def _build(start: _Start) -> tuple[Any, WorkerMemoryResources | None]:
     shape = step_shape(settings, config, platform)
     return build_over_pages(settings, platform, build, block_bytes, sharers=num_sharers(start.rank, platform),
                             workspace_bytes=workspace_bytes(config, shape, settings.parallel.dp_size),
-                            ledger=start.rank.open_ledger(platform))
+                            rank=start.rank)
+
+
+def _weights(start: _Start, model: Any, memory: WorkerMemoryResources | None, progress: Progress) -> WeightLoad:
+    """Load them, unless they are another model's, and there."""
+    if memory is not None and memory.importer is not None:
+        return WeightLoad(start.rank.tp_rank, sum(p.nbytes for p in model.parameters()), 0.0, 0)
+    return load_model_weights(
+        start.settings, model, start.resolved.path, start.rank.tp_rank,
+        lambda done, total: progress(EngineProgress("Loading weights", done, total, "bytes")))
 
 
 def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:

@@ -74,7 +74,8 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcServer
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
-                rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous, ledgers=init.ledgers)
+                rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous, ledgers=init.ledgers,
+                weights=init.weights, weights_from=init.weights_from)
     loaded = load_worker(settings, rank, lambda _: None)
     memory = None
     if loaded.memory is not None and loaded.memory.takes_calls:

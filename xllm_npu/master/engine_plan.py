@@ -17,10 +17,13 @@ class EnginePlan:
     init: EngineInit
 
 
-def plan_on_one_machine(settings: Settings, directory: Path, ledgers: Path | None = None) -> list[EnginePlan]:
+def plan_on_one_machine(
+    settings: Settings, directory: Path, ledgers: Path | None = None, weights_from: Path | None = None
+) -> list[EnginePlan]:
     """One engine a data-parallel rank, with sockets in `directory`.
 
     `ledgers`: the directory, which exists, that all models of the server keep the ledgers of their devices in.
+    `weights_from`: that of a model with the same settings, whose weights these engines share.
     """
     tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size
     seed = settings.execution.random_seed
@@ -34,6 +37,8 @@ def plan_on_one_machine(settings: Settings, directory: Path, ledgers: Path | Non
             directory=str(directory), seed=seed, dp_rank=rank, slots=slots,
             rendezvous=f"file://{directory}/rendezvous",
             agreement=f"ipc://{directory}/agreement" if dp_size > 1 else "", ledgers=str(ledgers or ""),
+            weights=f"{directory}/weights-{rank}" if settings.kv_cache.enable_vmm_weights else "",
+            weights_from=f"{weights_from}/weights-{rank}" if weights_from is not None else "",
         ))
         for rank in range(dp_size)
     ]

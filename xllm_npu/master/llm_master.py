@@ -79,6 +79,7 @@ class LLMMaster:
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
         self.ledgers: Path | None = None  # directory of what all models of a server share
+        self.parent: LLMMaster | None = None  # whose weights this one shares, whenever it starts and that one is awake
         self._engines = self._new_engines()
         service = settings.service
         self._restarts = RestartPolicy(service.max_restarts if service.restart_on_failure else 0)
@@ -120,7 +121,9 @@ class LLMMaster:
 
     async def _launch(self) -> None:
         if self._cluster is None:
-            self._engines.place(plan_on_one_machine(self.settings, self._directory, self.ledgers))
+            self._engines.place(plan_on_one_machine(
+                self.settings, self._directory, self.ledgers,
+                None if self.parent is None else self.parent.weights_directory))
         else:
             self._engines.place(await self._cluster.plan(self._directory))
         await self._engines.start()
@@ -206,6 +209,13 @@ class LLMMaster:
         return self.status in (EngineStatus.READY, EngineStatus.SLEEPING) and self._engines.alive
 
     # Pauses and sleep: each may be called again and at any time; one goes on at a time. They raise ResidencyError.
+
+    @property
+    def weights_directory(self) -> Path | None:
+        """Where other engines can have the weights of this one's, if they are awake; a fork's are its parent's."""
+        if self.parent is not None:
+            return self.parent.weights_directory
+        return self._directory if self.status is EngineStatus.READY else None
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give the memory of weights and KV cache back; requests are refused until `wake`.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xllm_npu.config.settings import Settings, served_model_names
+from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.engine_group import new_directory
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
 from xllm_npu.master.model_residency import ResidencyError
@@ -191,8 +191,20 @@ class ModelSet:
         return model
 
     def _new_fork(self, parent: LLMMaster, name: str) -> LLMMaster:
-        """A master that is yet to be started, whose engines take the weights of the parent's."""
-        raise ResidencyError("unsupported", "Models cannot be forked in this version.")
+        """A master that is yet to be started, whose engines take the weights of the parent's. Raises ResidencyError."""
+        settings = parent.settings
+        if not settings.kv_cache.enable_vmm_weights:
+            raise ResidencyError("unsupported", "Only a model whose weights are in virtual memory can be forked: start "
+                                 "it with --enable-vmm-weights.")
+        if spans_machines(settings):
+            raise ResidencyError("unsupported", "A model on several machines cannot be forked.")
+        if parent.weights_directory is None:
+            raise ResidencyError("asleep", "The model that would share its weights is not awake: wake it up first.")
+        fork = type(parent)(settings.model_copy(update={
+            "model": settings.model.model_copy(update={"model_id": name}),
+            "service": settings.service.model_copy(update={"served_model_name": (name,)})}))
+        fork.parent = parent
+        return fork
 
     def _on_progress(self, model: ServedModel, progress: EngineProgress) -> None:
         self.on_progress(model, progress)

@@ -3,7 +3,8 @@
 Elastic pools create a handle when a slot is taken and release it when the slot comes back; fixed ones create all at
 once and keep them, unless who gives pages back wants their memory released. A slot is active once growth has reached
 it; ids never change and pages never move. What is resident is reserved in the device's ledger, before it is and until
-it is no more. Knows handles and bytes; no addresses, no budget, no KV cache, no weights.
+it is no more. Pages can be lent to other processes, and adopted from them: those are in the ledger once, for all that
+have them. Knows handles and bytes; no addresses, no budget, no KV cache, no weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from xllm_platform.base import OutOfMemoryError, VirtualMemoryDriver
 
-from xllm_npu.memory.device_ledger import DeviceLedger
+from xllm_npu.memory.device_ledger import DeviceLedger, LedgerShare
 from xllm_npu.memory.ownership import undoing
 
 
@@ -27,6 +28,9 @@ class PhysicalPagePool:
         self._handles: dict[int, int] = {}  # id -> handle of those that are resident
         self._free = list(range(num_pages))  # a heap of ids that nobody has: low ones first
         self._taken: set[int] = set()
+        self._adopted: set[int] = set()  # another process's
+        self._lent: set[int] = set()
+        self._share: LedgerShare | None = None  # of those that are lent
         if not elastic:
             self._create(self._free)
 
@@ -46,7 +50,8 @@ class PhysicalPagePool:
 
     @property
     def resident_bytes(self) -> int:
-        return len(self._handles) * self.page_bytes
+        """Of own pages."""
+        return (len(self._handles) - len(self._adopted)) * self.page_bytes
 
     @property
     def fully_resident(self) -> bool:
@@ -73,10 +78,42 @@ class PhysicalPagePool:
         """Pages that are mapped nowhere. `release`: their memory too, though the pool is fixed."""
         for page in pages:
             assert page in self._taken, f"page {page} was not taken"
-            if self.elastic or release:
+            if self.elastic or release or page in self._adopted:
                 self._release(page)
             self._taken.remove(page)
             heapq.heappush(self._free, page)
+
+    def lend(self, pages: Sequence[int]) -> LedgerShare | None:
+        """Other processes will have these pages too: the ledger's share that stands for them, which goes with them.
+
+        Lending the same again is nothing new. They may be given back as always.
+        """
+        if not self._lent and pages:
+            if self._ledger is not None:
+                self._share = self._ledger.share(len(pages) * self.page_bytes)
+            self._lent = set(pages)
+        assert self._lent == set(pages), "other pages are lent already"
+        return self._share
+
+    def take_back(self) -> None:
+        """Nobody else has the pages that were lent any more."""
+        if self._share is not None and self._ledger is not None:
+            self._ledger.take_back(self._share)
+        self._lent, self._share = set(), None
+
+    def adopt(self, handles: Sequence[int]) -> list[int]:
+        """Pages that were imported, as ids that are taken. Their memory is not this pool's to count."""
+        empty = sorted(page for page in self._free if page not in self._handles)[: len(handles)]
+        more = range(self.num_pages, self.num_pages + len(handles) - len(empty))
+        self.num_pages += len(more)
+        pages = [*empty, *more]
+        used = set(empty)
+        self._free = [page for page in self._free if page not in used]
+        heapq.heapify(self._free)
+        self._handles.update(zip(pages, handles, strict=True))
+        self._taken.update(pages)
+        self._adopted.update(pages)
+        return pages
 
     def close(self) -> None:
         """Release what is resident; everything has come back."""
@@ -103,7 +140,14 @@ class PhysicalPagePool:
     def _release(self, page: int) -> None:
         self.driver.release_page(self._handles[page])
         del self._handles[page]
-        if self._ledger is not None:
+        if page in self._adopted:
+            self._adopted.remove(page)
+        elif page in self._lent:
+            self._lent.remove(page)
+            if not self._lent and self._share is not None:  # those who have them count for them
+                self._share.close()
+                self._share = None
+        elif self._ledger is not None:
             self._ledger.release(self.page_bytes)
 
     def check_integrity(self) -> None:
@@ -114,5 +158,8 @@ class PhysicalPagePool:
         assert not self.elastic or self._handles.keys() == self._taken, "pages are resident that nobody has taken"
         assert self._handles.keys() <= set(range(self.num_pages))
         assert len(set(self._handles.values())) == len(self._handles), "two pages share a handle"
+        assert self._adopted <= self._taken
+        assert self._lent <= self._handles.keys() - self._adopted
         if self._ledger is not None:
-            assert self._ledger.reserved == self.resident_bytes, "the device's ledger and the pool differ"
+            lent = len(self._lent) * self.page_bytes
+            assert self._ledger.reserved + lent == self.resident_bytes, "the device's ledger and the pool differ"

@@ -7,6 +7,7 @@ that; then everything is as before. Pages that cannot be given back are fatal. K
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -15,9 +16,12 @@ from xllm_platform.base import OutOfMemoryError, PlatformError
 
 from xllm_npu.memory.ownership import MemoryOwnershipLost, undoing
 from xllm_npu.memory.weight_contents import KeptContents, SleepOptions, on_its_own_thread
+from xllm_npu.memory.weight_import import WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+
+log = logging.getLogger(__name__)
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = frozenset((WEIGHTS, KV_CACHE))
@@ -31,6 +35,7 @@ class _WakeUp:
     kv_pages: list[list[int]] = field(default_factory=list)  # of each offset
     weights_mapped: bool = False
     kv_mapped: bool = False
+    imported: bool = False  # the weight pages, which are filled
 
 
 class WorkerResidency:
@@ -66,6 +71,8 @@ class WorkerResidency:
             r.synchronize()
             before = r.pool.resident_bytes
             r.pool.give(self._weights.unmap(), release=True)
+            if r.importer is not None:
+                r.importer.release()
             r.drop_kv()
             self._kept, self._saved = self._saved[1], None
             self._options.empty_cache()
@@ -77,14 +84,37 @@ class WorkerResidency:
         with r.exclusive():
             weights = self._weights.num_pages if WEIGHTS in tags and not self._weights.is_mapped else 0
             offsets = r.kv_offsets_at_rest if KV_CACHE in tags and not r.kv_is_mapped else []
+            imported = self._import() if weights else []
+            own = weights - len(imported)
             try:
-                r.check_growth((weights + len(offsets) * r.num_regions) * r.pool.page_bytes)
-                pages = r.pool.take(weights + len(offsets) * r.num_regions)
-            except OutOfMemoryError as error:
-                raise PageGrowthRefused("driver", str(error)) from error
-            kv = pages[weights:]
+                r.check_growth((own + len(offsets) * r.num_regions) * r.pool.page_bytes)
+                pages = r.pool.take(own + len(offsets) * r.num_regions)
+            except BaseException as error:
+                self._give_imported(imported)
+                if isinstance(error, OutOfMemoryError):
+                    raise PageGrowthRefused("driver", str(error)) from error
+                raise
+            kv = pages[own:]
             grouped = [kv[i : i + r.num_regions] for i in range(0, len(kv), max(1, r.num_regions))]
-            self._wake_up = _WakeUp(transaction, pages[:weights], list(offsets), grouped)
+            self._wake_up = _WakeUp(transaction, imported or pages[:own], list(offsets), grouped,
+                                    imported=bool(imported))
+
+    def _import(self) -> list[int]:
+        """The pages of another process's weights, where this one shares them and they can be had; else none."""
+        importer = self.resources.importer
+        if importer is None:
+            return []
+        try:
+            return importer.take(self._weights)
+        except WeightsUnavailable as error:
+            log.info("the weights are loaded, not shared: %s", error)
+            return []
+
+    def _give_imported(self, pages: list[int]) -> None:
+        if pages and self.resources.importer is not None:
+            with undoing("A wake-up"):
+                self.resources.pool.give(pages)
+                self.resources.importer.release()
 
     def commit_wake(self, transaction: int) -> None:
         """Map and fill. Raises PageGrowthRefused, and then nothing is left of the wake-up."""
@@ -95,7 +125,7 @@ class WorkerResidency:
             try:
                 r.check_growth(0)
                 self._map(wake)
-                if wake.weights_mapped and self._kept is not None:
+                if wake.weights_mapped and not wake.imported and self._kept is not None:
                     kept = self._kept
                     on_its_own_thread(r.on_device(lambda: kept.restore(self._weights)))
             except MemoryOwnershipLost:
@@ -141,6 +171,9 @@ class WorkerResidency:
             if wake.kv_mapped:
                 r.synchronize()
                 r.unpublish_kv(wake.kv_offsets)
+            if wake.imported:
+                self._give_imported(wake.weight_pages)
+                wake.weight_pages = []
             r.pool.give([*wake.weight_pages, *(page for group in wake.kv_pages for page in group)], release=True)
 
     def weights_hash(self) -> int:

@@ -26,6 +26,8 @@ from xllm_npu.state.kv_cache.page_layout import PageLayout
 if TYPE_CHECKING:
     from xllm_models.weight_memory import WeightLayout
 
+    from xllm_npu.memory.weight_export import WeightExporter
+    from xllm_npu.memory.weight_import import WeightImporter
     from xllm_npu.memory.worker_residency import WorkerResidency
 
 
@@ -46,6 +48,8 @@ class WorkerMemoryResources:
         self._ledger = ledger
         self.weights: WeightRegion | None = None
         self.residency: WorkerResidency | None = None  # where weights are in virtual memory and can sleep
+        self.importer: WeightImporter | None = None  # where they are another process's
+        self.exporter: WeightExporter | None = None  # where other processes may have them
         self._layout: PageLayout | None = None
         self._kv: VirtualKVCacheRegions | None = None
         self._growth, self._synchronize, self._select_device = growth, synchronize, select_device
@@ -59,26 +63,31 @@ class WorkerMemoryResources:
 
     # What there is
 
-    def open_weights(self, layout: WeightLayout) -> WeightRegion:
-        """Addresses and pages for weights, before the KV cache is opened. Raises OutOfMemoryError or PageGrowthRefused
-        if they do not fit.
+    def open_weights(self, layout: WeightLayout, importer: WeightImporter | None = None) -> WeightRegion:
+        """Addresses and pages for weights, before the KV cache is opened; by `importer` those of another process, with
+        the weights in them. Raises OutOfMemoryError or PageGrowthRefused if they do not fit, or WeightsUnavailable.
         """
         assert self.weights is None
         assert self._kv is None
         region = WeightRegion(self.pool, layout)
         try:
-            self.check_growth(region.num_pages * self.pool.page_bytes)
-            self.pool.extend(region.num_pages)
-            pages = self.pool.take(region.num_pages)
+            if importer is None:
+                self.check_growth(region.num_pages * self.pool.page_bytes)
+                self.pool.extend(region.num_pages)
+                pages = self.pool.take(region.num_pages)
+            else:
+                pages = importer.take(region)
             try:
                 region.map(pages)
             except BaseException:
                 self.pool.give(pages)
+                if importer is not None:
+                    importer.release()
                 raise
         except BaseException:
             region.close()
             raise
-        self.weights = region
+        self.weights, self.importer = region, importer
         return region
 
     def open_kv(self, layout: PageLayout) -> VirtualKVCacheRegions:
@@ -279,6 +288,8 @@ class WorkerMemoryResources:
 
     def close(self) -> None:
         """Give everything back; no tensor over it may be used any more."""
+        if self.exporter is not None:  # its thread may wait for the lock
+            self.exporter.close()
         self._enter()
         with self._lock:
             self._synchronize()
@@ -289,6 +300,8 @@ class WorkerMemoryResources:
             for region in (self._kv, self.weights):
                 if region is not None:
                     self.pool.give(region.close())
+            if self.importer is not None:
+                self.importer.release()
             self.pool.close()
             if self._ledger is not None:
                 self._ledger.close()

@@ -38,6 +38,8 @@ class EngineInit(msgspec.Struct, kw_only=True):
     steps: str = ""  # endpoint "tcp://address:port" to bind for workers on other machines; "": all are on this one
     reports: str = ""  # likewise, for what they say
     ledgers: str = ""  # directory with the ledger of each device of this machine, for all models; "": `directory`
+    weights: str = ""  # path for sockets at which its ranks share weights, "-" and tp_rank to come; "": they do not
+    weights_from: str = ""  # that of the engine whose weights this one shares; "": it loads its own
 
 
 class RingPlace(msgspec.Struct, kw_only=True):
@@ -63,5 +65,7 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     own_rendezvous: str = ""
     memory: str = ""  # endpoint to bind for calls about memory, where the KV cache is elastic
     ledgers: str = ""  # as in EngineInit
+    weights: str = ""  # as in EngineInit, with the rank
+    weights_from: str = ""
     directory: str = ""  # of its parent, where that is not its engine: goes with it
     ring: RingPlace | None = None  # shared memory that steps come through; None: they come by `steps`
