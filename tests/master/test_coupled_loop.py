@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.scripted_worker import ScriptedWorker, expected_output
 from tests.support.server import poll
+from tests.support.sleepy_memory import SleepyMemory
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker
 from xllm_npu.master import step_exchange
@@ -22,13 +23,22 @@ from xllm_npu.master.step_exchange import StepError, connect
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.messages import (
+    AWAKE,
     FINISH_ABORT,
+    PAUSED,
     SEQUENCES_PER_REQUEST,
+    SLEEPING,
+    TAGS,
     AbortRequest,
     AddRequest,
     EngineReady,
+    Pause,
+    Residency,
+    Resume,
     Shutdown,
+    Sleep,
     StepTogether,
+    Wake,
     sequence_key,
 )
 from xllm_npu.state.sampling_params import SamplingParams
@@ -70,6 +80,35 @@ def step_result(step):
     return StepResult(step_id=step.step_id)
 
 
+class RankMemory(Engine):
+    """An engine whose memory sleeps: what it held is lost, and a step then is an error."""
+
+    def __init__(self, client, worker: MeetingWorker) -> None:
+        super().__init__(client, None, BLOCK)
+        self._memory = SleepyMemory(self._lose)
+        self._meeting = worker
+        worker.worker.is_mapped = lambda block: self._memory.kv_is_mapped
+        self._open = 0  # steps
+
+    def send(self, step):
+        self._open += 1
+        super().send(step)
+
+    def collect(self):
+        self._open -= 1
+        return super().collect()
+
+    def _lose(self) -> None:
+        self._meeting.worker.kv[:] = -12345
+
+    def sleep(self, level):
+        assert not self._open, "a step is in flight, perhaps an empty one"
+        return self._memory.sleep(level)
+
+    def wake(self, tags=TAGS):
+        self._memory.wake(tags)
+
+
 class FakeChannel:
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -90,7 +129,7 @@ class Ranks:
 
     def __init__(self, size: int, directory, overlap: bool) -> None:
         self.size = size
-        self.total = 0
+        self.total = self.resumes = 0  # Resumes count as requests
         self.expected: dict[int, list[int]] = {}
         self.refused: set[int] = set()
         self.undelivered: list[list] = [[] for _ in range(size)]
@@ -117,7 +156,7 @@ class Ranks:
             model_name="m", architecture="a", platform="cpu", device="d", dtype="float32", vocab_size=VOCAB,
             max_model_len=MAX_LEN, eos_token_ids=[], num_kv_blocks=BLOCKS - 1, block_size=BLOCK, max_seqs=ROWS,
             max_tokens_per_batch=16, weight_bytes=0, kv_cache_bytes=0, graph_sizes=[], load_seconds=0.0)
-        return CoupledLoop(scheduler, Engine(client, None, BLOCK), ready, overlap=overlap, rank=rank,
+        return CoupledLoop(scheduler, RankMemory(client, worker), ready, overlap=overlap, rank=rank,
                            exchange=connect(endpoint, rank, self.size, DEADLINE))
 
     def _run(self, rank: int) -> None:
@@ -152,16 +191,41 @@ class Ranks:
         ended = set()
         for channel in self.channels:
             for message in list(channel.sent):
+                if isinstance(message, Residency):
+                    continue
                 for key, token in zip(message.key_array().tolist(), message.token_array().tolist()):
                     tokens[key // SEQUENCES_PER_REQUEST].append(token)
                 ended |= {end.key // SEQUENCES_PER_REQUEST for end in message.finished}
         return tokens, ended
 
+    def ask(self, message) -> list[Residency]:
+        """Have all ranks do it, as a model's residency does; what was to be delivered comes first.
+
+        Returns their answers by rank.
+        """
+        before = [len(self.answers(rank)) for rank in range(self.size)]
+        if isinstance(message, Resume):
+            self.total += self.size
+            self.resumes += self.size
+        for rank in random.Random(self.total).sample(range(self.size), self.size):
+            self.deliver(rank)
+            self.channels[rank].inbox.put(message)
+            if isinstance(message, Resume):
+                self.channels[rank].inbox.put(StepTogether(self.total))
+        for rank in range(self.size):
+            poll(lambda rank=rank: len(self.answers(rank)) > before[rank] or self.failures, f"rank {rank}", DEADLINE)
+        assert not self.failures, self.failures
+        return [self.answers(rank)[-1] for rank in range(self.size)]
+
+    def answers(self, rank: int) -> list[Residency]:
+        return [m for m in list(self.channels[rank].sent) if isinstance(m, Residency)]
+
     def wait(self) -> None:
         """Until every request has ended and no rank has a turn to take."""
         def done() -> bool:
             assert not self.failures, self.failures
-            return len(self.outputs()[1]) == self.total and not any(loop.has_work() for loop in self.loops)
+            ended = len(self.outputs()[1]) == self.total - self.resumes
+            return ended and not any(loop.has_work() for loop in self.loops)
 
         poll(done, "the end of all requests", DEADLINE)
 
@@ -238,6 +302,64 @@ def test_a_client_that_leaves(tmp_path):
     poll(lambda: ranks.workers[1].steps > 3, "the wave")
     ranks.channels[0].inbox.put(AbortRequest([sequence_key(request_id, 0)], FINISH_ABORT))
     poll(lambda: not any(loop.has_work() for loop in ranks.loops), "the end of the wave")
+    ranks.stop((1, 0))
+
+
+# Pauses and sleep
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_pause_and_sleep_together(tmp_path, overlap, seed):
+    """Between arrivals, at any moment of a wave: kept requests go on, and nobody waits for one that sleeps."""
+    rng = random.Random(seed)
+    size = rng.choice((2, 3))
+    ranks = Ranks(size, tmp_path, overlap)
+    for turn in range(5):
+        for _ in range(rng.randrange(1, 7)):
+            ranks.send(rng.randrange(size), [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))],
+                       rng.randrange(1, 20))
+            for rank in range(size):
+                if rng.random() < 0.5:
+                    ranks.deliver(rank, rng.randrange(1, 4))
+        mode = rng.choice(("keep", "keep", "wait"))
+        assert {a.state for a in ranks.ask(Pause(mode))} == {PAUSED}
+        if mode == "wait":
+            assert len(ranks.outputs()[1]) == ranks.total - ranks.resumes
+        steps = [w.steps for w in ranks.workers]
+        if rng.random() < 0.7:
+            level = rng.choice((1, 2))
+            assert {(a.state, a.level) for a in ranks.ask(Sleep(level, "keep"))} == {(SLEEPING, level)}
+            if rng.random() < 0.5:
+                ranks.send(rng.randrange(size), [turn], 3)  # it was sent before the ranks were told to sleep
+                ranks.ask(Pause("keep"))
+            assert {a.state for a in ranks.ask(Wake(["weights"]))} == {SLEEPING}
+            assert {a.state for a in ranks.ask(Wake([]))} == {PAUSED}
+        assert [w.steps for w in ranks.workers] == steps, "a step was run in the pause"
+        assert {a.state for a in ranks.ask(Resume())} == {AWAKE}
+    ranks.wait()
+    tokens, ended = ranks.outputs()
+    assert tokens == ranks.expected
+    assert ended == ranks.expected.keys()
+    for loop in ranks.loops:
+        loop.scheduler.check_integrity()
+    ranks.stop(rng.sample(range(size), size))
+
+
+def test_an_abort_reaches_who_waits_while_ranks_sleep(tmp_path):
+    ranks = Ranks(2, tmp_path, overlap=True)
+    for rank in (0, 1):
+        ranks.send(rank, [1 + rank], MAX_LEN - 2)
+        ranks.deliver(0)
+        ranks.deliver(1)
+    poll(lambda: ranks.workers[1].steps > 3, "the wave")
+    ranks.ask(Pause("keep"))
+    ranks.ask(Sleep(1, "keep"))
+    assert ranks.outputs()[1] == set()
+    ranks.ask(Pause("abort"))
+    ends = [end for channel in ranks.channels for m in channel.sent if not isinstance(m, Residency)
+            for end in m.finished]
+    assert sorted((e.key, e.reason) for e in ends) == [(sequence_key(i, 0), FINISH_ABORT) for i in (1, 2)]
     ranks.stop((1, 0))
 
 

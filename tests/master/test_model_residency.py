@@ -86,7 +86,8 @@ class ResidentEngine(FakeEngine):
             assert all(e.state != AWAKE for e in [self, *others]), "a rank sleeps while another runs steps"
             if kind in self.refuse:
                 return "failed"
-            self.state, self.level, self.tags = SLEEPING, max(self.level, message.level), set()
+            level = message.level if "weights" in self.tags else max(self.level, message.level)
+            self.state, self.level, self.tags = SLEEPING, level, set()
         elif isinstance(message, Wake):
             if kind in self.refuse:
                 return "memory"

@@ -43,12 +43,14 @@ async def until(question: Callable[[], object], what: str, deadline: float = DEA
 class Answer:
     """A request that is read as it comes."""
 
-    def __init__(self, master: LLMMaster, prompt: list[int], max_tokens: int, **params) -> None:
+    def __init__(self, master: LLMMaster, prompt: list[int], max_tokens: int, salt: str = "", **params) -> None:
+        """`salt`: prefixes are shared with requests of the same one."""
         params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **params}
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, str | None] = {}
         self.last: RequestOutput | None = None
-        self._stream = master.generate(GenerationInput(prompt_token_ids=prompt, params=SamplingParams(**params)))
+        self._stream = master.generate(
+            GenerationInput(prompt_token_ids=prompt, params=SamplingParams(**params), cache_salt=salt))
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

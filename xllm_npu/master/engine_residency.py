@@ -22,6 +22,7 @@ from xllm_npu.state.messages import (
     PAUSED,
     SLEEPING,
     TAGS,
+    WEIGHTS_TAG,
     Pause,
     Residency,
     ResidencyMessage,
@@ -124,17 +125,19 @@ class EngineResidency:
     def _sleep(self, level: int) -> int:
         if self.state == SLEEPING and not self._awake and level <= self.level:
             return 0
+        if WEIGHTS_TAG not in self._awake:
+            level = max(level, self.level)  # what is dropped stays so
         if KV_CACHE_TAG in self._awake:
             self._scheduler.let_go()
         try:
-            freed = self._memory.sleep(max(level, self.level))
+            freed = self._memory.sleep(level)
         except (SleepUnavailable, SleepFailed) as error:
             if KV_CACHE_TAG in self._awake:
                 self._scheduler.take_hold()
             if self.state != SLEEPING:
                 self.state = PAUSED
             raise Refused("unsupported" if isinstance(error, SleepUnavailable) else "failed", str(error)) from error
-        self.state, self.level, self._awake = SLEEPING, max(level, self.level), frozenset()
+        self.state, self.level, self._awake = SLEEPING, level, frozenset()
         return freed
 
     def _wake(self, tags: frozenset[str]) -> None:

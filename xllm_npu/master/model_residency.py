@@ -181,8 +181,9 @@ class ModelResidency:
         if failed:
             await self._undo_sleep(before, answers)
             raise _error(failed[0])
+        level = max(a.level for a in answers.values())
         self._wanted = Sleep(level, "keep")
-        self._set(state=SLEEPING, level=max(level, before.level), tags=(),
+        self._set(state=SLEEPING, level=level, tags=(),
                   freed_bytes=sum(a.freed_bytes for a in answers.values()))
 
     async def _undo_sleep(self, before: ResidencyState, answers: dict[int, Residency]) -> None:

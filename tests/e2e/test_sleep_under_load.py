@@ -1,0 +1,216 @@
+"""Models that sleep and wake with requests open, over real engine processes and real pages of the CPU's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.support.master import Answer, metric, prompt_of, running_master, until
+from tests.support.server import ENGINE, WORKER
+from xllm_npu.llm import LLM
+from xllm_npu.master.llm_master import EngineStatus, LLMMaster, ModelSleeping
+from xllm_npu.master.residency_error import ResidencyError
+from xllm_npu.state.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.multiprocess
+
+WEIGHTS = {"enable_vmm_weights": True, "phy_page_granularity_size": 16384}
+ELASTIC = {**WEIGHTS, "enable_vmm_kvcache": True, "vmm_elastic": True}
+KINDS = {"elastic": ELASTIC, "fixed": {**WEIGHTS, "enable_vmm_kvcache": True},
+         "weights only": {**WEIGHTS, "vmm_elastic": True}}
+CROWDED = {"max_seqs_per_batch": 4, "max_tokens_per_batch": 64}  # prompts in pieces, and requests that wait
+PROMPTS = [*(prompt_of(40 + 30 * i, i) for i in range(5)), prompt_of(1600, 9)]
+LONG = len(PROMPTS) - 1
+TOKENS = 40
+
+
+def processes(module: str) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True)
+            if p.status() != psutil.STATUS_ZOMBIE and module in p.cmdline()]
+
+
+async def undisturbed(master: LLMMaster) -> list[list[int]]:
+    answers = [Answer(master, p, TOKENS) for p in PROMPTS]
+    return [await a.whole() for a in answers]
+
+
+async def in_the_middle(master: LLMMaster) -> list[Answer]:
+    """All are open: some decode, the long prompt is computed in pieces, others wait for a row."""
+    computed = metric(master, "prompt_tokens_total", engine="0")
+    salt = str(computed)  # no prefix is known
+    answers = [Answer(master, p, TOKENS, salt) for p in (PROMPTS[LONG], *PROMPTS[:LONG])]
+    await until(lambda: metric(master, "prompt_tokens_total", engine="0") > computed + 100, "a piece of a prompt")
+    return [*answers[1:], answers[0]]
+
+
+async def idle(master: LLMMaster, engines: int = 1) -> None:
+    """Nothing is left of any request."""
+    for engine in map(str, range(engines)):
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            await until(lambda name=name, engine=engine: metric(master, name, engine=engine) == 0, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_kept_requests_go_on(tiny_dir, kind):
+    async with running_master(tiny_dir, **CROWDED, **KINDS[kind]) as master:
+        expected = await undisturbed(master)
+        for level in (1, 2):
+            answers = await in_the_middle(master)
+            assert answers[LONG].count == 0, "the long prompt is not in the making"
+            await master.sleep(level, "keep")
+            assert (master.status, master.residency.state, master.residency.level) == (
+                EngineStatus.SLEEPING, "sleeping", level)
+            assert master.residency.freed_bytes > 400_000
+            assert master.check_health()
+            with pytest.raises(ModelSleeping, match="tiny"):
+                Answer(master, PROMPTS[0], 1)
+            state = ("weights_offloaded", "discard_all")[level - 1]
+            assert metric(master, "engine_sleep_state", sleep_state=state) == 1
+            assert metric(master, "num_requests_running", engine="0") == 0
+            assert not any(a.done for a in answers)
+            if level == 2:
+                await master.sleep(2, "keep")
+                await master.wake(["weights"])
+                assert (master.status, master.residency.tags) == (EngineStatus.SLEEPING, ("weights",))
+                await master.wake(["kv_cache"])
+            else:
+                await master.wake()
+            assert (master.status, master.residency.state) == (EngineStatus.READY, "awake")
+            await master.wake()
+            assert [await a.whole() for a in answers] == expected
+        await idle(master)
+        if kind == "elastic":
+            await until(lambda: metric(master, "kv_cache_pages", engine="0", state="mapped") == 1, "the pinned page")
+
+
+async def test_who_leaves_and_who_is_ended(tiny_dir):
+    async with running_master(tiny_dir, **CROWDED, **ELASTIC) as master:
+        expected = await undisturbed(master)
+        answers = await in_the_middle(master)
+        sleeping = asyncio.create_task(master.sleep(1, "keep"))
+        await answers[LONG].leave()  # while it goes to sleep
+        await sleeping
+        await answers[0].leave()  # while it sleeps
+        waking = asyncio.create_task(master.wake())
+        await answers[1].leave()  # while it wakes
+        deeper = asyncio.create_task(master.sleep(2, "keep"))  # which arrives then
+        await asyncio.gather(waking, deeper)
+        assert (master.residency.state, master.residency.level) == ("sleeping", 2)
+        await master.wake()
+        assert [await a.whole() for a in answers[2:LONG]] == expected[2:LONG]
+        await idle(master)
+
+        answers = await in_the_middle(master)
+        await master.sleep(1, "wait")
+        assert [await a.whole() for a in answers] == expected
+        await master.wake()
+
+        answers = await in_the_middle(master)
+        await master.sleep()
+        for answer, whole in zip(answers, expected):
+            tokens = await answer.whole()
+            assert tokens == whole[: len(tokens)]
+            assert answer.reasons[0] == "abort"
+        await master.wake()
+        assert await undisturbed(master) == expected
+        await idle(master)
+        assert metric(master, "residency_transition_seconds_count", transition="wake") == 4
+
+
+async def test_a_prefix_from_before_the_sleep_is_not_found(tiny_dir):
+    async with running_master(tiny_dir, **WEIGHTS, enable_vmm_kvcache=True) as master:
+        expected = await Answer(master, PROMPTS[4], 5).whole()
+        again = Answer(master, PROMPTS[4], 5)
+        await again.whole()
+        assert again.last is not None
+        assert again.last.num_cached_tokens > 0
+        for level in (1, 2):
+            await master.sleep(level)
+            await master.wake()
+            after = Answer(master, PROMPTS[4], 5)
+            assert await after.whole() == expected
+            assert after.last is not None
+            assert after.last.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("layout", "children"), [
+    ({"dp_size": 2}, (2, 0)), ({"tp_size": 2}, (1, 1)), ({"dp_size": 2, "tp_size": 2}, (2, 2))])
+async def test_all_ranks_sleep(tiny_dir, layout, children):
+    async with running_master(tiny_dir, **CROWDED, **ELASTIC, **layout) as master:
+        assert (len(processes(ENGINE)), len(processes(WORKER))) == children
+        expected = await undisturbed(master)
+        for level in (1, 2):
+            answers = [Answer(master, p, TOKENS) for p in PROMPTS]
+            await answers[0].begun()
+            await master.sleep(level, "keep")
+            for engine in range(children[0]):
+                assert metric(master, "kv_cache_pages", engine=str(engine), state="mapped") == 1
+            await master.wake()
+            assert [await a.whole() for a in answers] == expected
+        await idle(master, children[0])
+
+
+async def test_a_death_while_it_sleeps(tiny_dir):
+    async with running_master(tiny_dir, **ELASTIC) as master:
+        kept = Answer(master, PROMPTS[0], 2000)
+        await kept.begun()
+        await master.sleep(1, "keep")
+        processes(ENGINE)[0].send_signal(signal.SIGKILL)
+        await until(lambda: master.status is EngineStatus.DEAD, "the death")
+        await kept.whole()
+        assert kept.last is not None
+        assert "SIGKILL" in (kept.last.error or "")
+        assert not master.check_health()
+        for call in (master.wake(), master.sleep(2)):
+            with pytest.raises(ResidencyError) as gone:
+                await call
+            assert gone.value.code in ("gone", "not_ready")
+
+
+async def test_a_restart_while_it_sleeps(tiny_dir):
+    """It sleeps again: others may use its memory."""
+    async with running_master(tiny_dir, **ELASTIC, restart_on_failure=True) as master:
+        expected = await Answer(master, PROMPTS[1], 20).whole()
+        await master.sleep(2)
+        engine = processes(ENGINE)[0]
+        engine.send_signal(signal.SIGKILL)
+        await until(lambda: master.status is EngineStatus.RESTARTING, "the restart")
+        await until(lambda: master.status is EngineStatus.SLEEPING and master.residency.state == "sleeping", "sleep")
+        assert master.residency.level == 2
+        assert processes(ENGINE)[0].pid != engine.pid
+        await master.wake()
+        assert await Answer(master, PROMPTS[1], 20).whole() == expected
+        os.kill(processes(ENGINE)[0].pid, signal.SIGKILL)
+        await until(lambda: master.status is EngineStatus.RESTARTING, "the restart")
+        await until(lambda: master.status is EngineStatus.READY, "the engine")
+        assert master.residency.state == "awake"
+        assert await Answer(master, PROMPTS[1], 20).whole() == expected
+
+
+def test_offline(tiny_dir):
+    options = {"dtype": "float32", "num_threads": 1, "max_cache_size": "20MiB", "block_size": 16, **ELASTIC}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with LLM(str(tiny_dir), **options) as llm:
+        (before,) = llm.generate("The weather", params)
+        for level, tags in ((1, None), (2, ["weights"])):
+            llm.sleep(level)
+            llm.sleep(level)
+            assert llm.is_sleeping
+            with pytest.raises(RuntimeError, match="wake_up"):
+                llm.generate("The weather", params)
+            llm.wake_up(tags)
+            assert llm.is_sleeping == (tags is not None)
+            llm.wake_up()
+            (after,) = llm.generate("The weather", params)
+            assert after.outputs[0].token_ids == before.outputs[0].token_ids
+            assert after.num_cached_tokens == 0
+        for call in (lambda: llm.sleep(3), lambda: llm.wake_up(["kv"])):
+            with pytest.raises(ResidencyError) as refused:
+                call()
+            assert refused.value.code == "invalid"
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.sleep()
