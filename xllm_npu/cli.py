@@ -171,7 +171,7 @@ def _complain(sentence: str) -> None:
 
 def _prepare(loaded: Loaded) -> None:
     setup_logging(loaded.settings.service.log_level)
-    path = report.dump_if_asked(loaded.settings)
+    path = report.dump_if_asked(loaded.models)
     if path is not None:
         print(f"settings written to {path}", file=sys.stderr)
 
@@ -179,7 +179,7 @@ def _prepare(loaded: Loaded) -> None:
 def _serve(loaded: Loaded, options: ServeOptions) -> int:
     _prepare(loaded)
     _look_around(loaded)
-    if loaded.settings.distributed.node_rank > 0:
+    if loaded.settings.distributed.node_rank > 0:  # of one model: config refuses several on several machines
         from xllm_npu.master.cluster.serve_node import run_node
 
         return run_node(loaded.settings)
@@ -335,7 +335,7 @@ def _config(loaded: Loaded, options: ReportOptions) -> int:
     print(
         report.as_json(loaded) if options.json_output else report.table(loaded), end="\n" if options.json_output else ""
     )
-    report.dump_if_asked(loaded.settings)
+    report.dump_if_asked(loaded.models)
     return DONE
 
 
@@ -343,7 +343,7 @@ def _doctor(loaded: Loaded, options: ReportOptions) -> int:
     from xllm_npu.doctor.examination import examine
     from xllm_npu.doctor.finding import can_serve
 
-    findings = examine(loaded.settings)
+    findings = examine(loaded.settings, other_models=loaded.others)
     if options.json_output:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False, indent=2))
     else:

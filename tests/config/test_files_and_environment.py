@@ -105,15 +105,15 @@ def test_written_file_holds_what_is_not_default_and_gives_the_same_settings(tmp_
     path = tmp_path / "out.json"
     argv = ["m", "--max-cache-size=1GiB", "--port", "8000", "--api-key", "sk-hidden", "--graph-batch-sizes=1,2"]
     settings = load_settings([*argv, "--enable_dump_config_json", f"--dump-config-json-file={path}"], {})
-    assert dump_if_asked(settings) == path
+    assert dump_if_asked([settings]) == path
     assert json.loads(path.read_text()) == {"model": "m", "max_cache_size": 2**30, "graph_batch_sizes": [1, 2]}
     again = load_settings(["--config-json-file", str(path)], {})
-    assert non_default_values(again) == non_default_values(settings)
+    assert non_default_values([again]) == non_default_values([settings])
 
 
 def test_nothing_is_written_unasked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert dump_if_asked(load_settings(["m"], {})) is None
+    assert dump_if_asked([load_settings(["m"], {})]) is None
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SettingsError, match="cannot be written"):
-        dump_if_asked(load_settings(["--enable-dump-config-json", "--dump-config-json-file=/nowhere/x"], {}))
+        dump_if_asked([load_settings(["--enable-dump-config-json", "--dump-config-json-file=/nowhere/x"], {})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,19 @@ def table(loaded: Loaded) -> str:
             source = loaded.sources[name]
             origin = f"{source.kind} ({source.spelled})" if source.spelled else source.kind
             lines.append(f"  {name:<{name_width}}  {values[name]:<{value_width}}  {origin}\n")
+    if loaded.others:
+        lines.append("\n\nModels, and what is set for one alone (models)\n")
+    for own in own_values(loaded.models):
+        lines.append("  " + ", ".join(f"{name} {_show(value)}" for name, value in own.items()) + "\n")
     return "".join(lines)
 
 
 def as_json(loaded: Loaded) -> str:
-    """`table` for programs: {name: {section, value, source, given_as}}."""
+    """`table` for programs: {name: {section, value, source, given_as}}; of several models the first, and `models` as
+    the configuration file has it.
+    """
     values = masked_values(loaded.settings)
-    rows = {
+    rows: dict[str, Any] = {
         name: {
             "section": field.section,
             "value": values[name],
@@ -41,7 +48,18 @@ def as_json(loaded: Loaded) -> str:
         }
         for name, field in setting_fields().items()
     }
+    if loaded.others:
+        rows["models"] = own_values(loaded.models)
     return json.dumps(rows, indent=2, ensure_ascii=False)
+
+
+def own_values(models: Sequence[Settings]) -> list[dict[str, Any]]:
+    """What each of several models has for itself; nothing for one model."""
+    if len(models) < 2:
+        return []
+    every = [flat_values(settings) for settings in models]
+    own = [name for name in every[0] if name == "model" or any(values[name] != every[0][name] for values in every)]
+    return [{name: values[name] for name in own} for values in every]
 
 
 def masked_values(settings: Settings) -> dict[str, Any]:
@@ -52,22 +70,25 @@ def masked_values(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def non_default_values(settings: Settings) -> dict[str, Any]:
+def non_default_values(models: Sequence[Settings]) -> dict[str, Any]:
     """What a configuration file needs to give these settings again; without secrets and the file flags."""
-    fields = setting_fields()
-    return {
+    fields, own = setting_fields(), own_values(models)
+    shared = {
         name: value
-        for name, value in flat_values(settings).items()
+        for name, value in flat_values(models[0]).items()
         if fields[name].section != "files" and name not in _SECRETS and value != fields[name].info.default
+        and not (own and name in own[0])
     }
+    return {**shared, "models": own} if own else shared
 
 
-def dump_if_asked(settings: Settings) -> Path | None:
+def dump_if_asked(models: Sequence[Settings]) -> Path | None:
     """Write `dump_config_json_file` if `enable_dump_config_json` says so and this is node 0; returns its path."""
+    settings = models[0]
     if not settings.files.enable_dump_config_json or settings.distributed.node_rank != 0:
         return None
     path = Path(settings.files.dump_config_json_file).expanduser()
-    text = json.dumps(non_default_values(settings), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(non_default_values(models), indent=2, ensure_ascii=False) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

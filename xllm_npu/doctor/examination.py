@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 NOT_FOUND = ("npu.none", "driver.missing", "cann.missing", "cann.not-sourced")
 
 
-def examine(settings: Settings, machine: Machine | None = None) -> list[Finding]:
-    """Everything. Takes seconds: imports torch and starts npu-smi."""
+def examine(
+    settings: Settings, machine: Machine | None = None, other_models: Iterable[Settings] = ()
+) -> list[Finding]:
+    """Everything. Takes seconds: imports torch and starts npu-smi. Of further models, whether they are here."""
     machine = machine or ThisMachine()
     wanted = settings.execution.platform
     ascend = look(machine, pci=True)
@@ -41,7 +43,7 @@ def examine(settings: Settings, machine: Machine | None = None) -> list[Finding]
         *examine_cluster(machine, settings, devices=on_npus),
         *platforms,
         *host.examine_limits(machine, settings),
-        *host.examine_model(settings),
+        *(finding for one in (settings, *other_models) for finding in host.examine_model(one)),
         *host.examine_compiler(machine),
         *host.examine_address(machine, settings),
     ]

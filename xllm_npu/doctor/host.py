@@ -122,12 +122,14 @@ def examine_compiler(machine: Machine) -> Iterator[Finding]:
 
 def examine_address(machine: Machine, settings: Settings) -> Iterator[Finding]:
     service = settings.service
-    if service.uds or service.port == 0:
-        return
-    what = f"address {service.host}:{service.port}"
-    if reason := machine.address_error(service.host, service.port):
-        yield problem(
-            "address.taken", what, reason, "the server cannot listen there", "choose others: --host, --port"
-        )
-    else:
-        yield ok("address", what, "is free")
+    addresses = [(service.admin_host, service.admin_port, "--admin-host, --admin-port")]
+    if not service.uds:
+        addresses.insert(0, (service.host, service.port, "--host, --port"))
+    for host, port, flags in addresses:
+        if port == 0:
+            continue
+        what = f"address {host}:{port}"
+        if reason := machine.address_error(host, port):
+            yield problem("address.taken", what, reason, "the server cannot listen there", f"choose others: {flags}")
+        else:
+            yield ok("address", what, "is free")
