@@ -194,6 +194,11 @@ class AcceleratorPlatform(Platform):
     def empty_cache(self) -> None:
         self._runtime().empty_cache()
 
+    def empty_host_cache(self) -> None:
+        import torch
+
+        torch.accelerator.empty_host_cache()
+
     def synchronize(self) -> None:
         self._runtime().synchronize(self._index)
 

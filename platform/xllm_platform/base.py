@@ -278,6 +278,9 @@ class Platform(ABC):
     def empty_cache(self) -> None:  # noqa: B027 - optional
         """Return unused cached memory to the device."""
 
+    def empty_host_cache(self) -> None:  # noqa: B027 - optional
+        """Return unused cached pinned memory to the host."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for all work on the selected device."""

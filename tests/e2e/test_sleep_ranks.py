@@ -1,4 +1,4 @@
-"""Two ranks, the second a process of its own, that sleep and wake together: tokens, weights, bytes of both processes."""
+"""Two ranks, one a process of its own, that sleep and wake together: tokens, weights, bytes of both processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 import psutil
 import pytest
 
-from tests.execution.test_sleep import KINDS, SMALL, answer, engine_of, opened, prompts, resume, suspend
 from tests.support.engine import run_engine
 from tests.support.server import WORKER
+from tests.support.sleeping import KINDS, SMALL, answer, engine_of, opened, prompts, resume, suspend
 from tests.support.tiny_model import make_tiny_model
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused

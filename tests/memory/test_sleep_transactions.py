@@ -44,6 +44,8 @@ class Model:
     def empty_cache(self) -> None:
         pass
 
+    empty_host_cache = empty_cache
+
     def called(self, name: str) -> None:
         error = self.fault(name)
         if error is not None:
@@ -139,8 +141,14 @@ class Workers:
 
 
 def weights_of(pages: int) -> Any:
+    return layout_of(pages * GRANULE - 1)
+
+
+def layout_of(nbytes: int) -> Any:
+    """As large as that; of no weights that anybody looks at."""
+
     class Layout:
-        size = pages * GRANULE - 1
+        size = nbytes
         extents: list[tuple[int, int]] = []
 
     return Layout()

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from xllm_platform.base import PlatformError
 
+from tests.memory import test_sleep_transactions
 from tests.memory.test_transactions import LAYOUT, Workers, offsets
 from tests.support.book_driver import fail_nth
-from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator, SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.worker_memory import LocalWorkerMemory, MemoryCall
 from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient, WorkerMemoryRpcServer, WorkerMemoryUnreachable
@@ -111,3 +112,49 @@ def test_a_process_that_was_killed_is_noticed_while_waiting(tmp_path):
     with pytest.raises(WorkerMemoryUnreachable, match="takes no call"):
         client.start(MemoryCall(verb="abort", transaction=1))
     client.close()
+
+
+@pytest.fixture
+def sleepers(tmp_path: Path) -> Iterator[test_sleep_transactions.Workers]:
+    """Two workers with weights, the second behind a socket."""
+    workers = test_sleep_transactions.Workers()
+    endpoint = f"ipc://{tmp_path}/memory"
+    server = WorkerMemoryRpcServer(endpoint, workers.resources[1])
+    client = WorkerMemoryRpcClient(endpoint, 1, lambda: None)
+    workers.coordinator = DistributedVirtualMemoryCoordinator(
+        [workers.wires[0], client], workers.layout, has_weights=True)
+    yield workers
+    client.close()
+    server.close()
+
+
+def test_weights_there_sleep_and_wake_too(sleepers):
+    sleepers.coordinator.sleep(1)
+    sleepers.check(0, False)
+    sleepers.coordinator.wake(["weights"])
+    sleepers.coordinator.wake()
+    sleepers.check(1, True)
+    sleepers.coordinator.sleep(2)
+    sleepers.coordinator.wake()
+    sleepers.check(1, True)
+
+
+def test_what_fails_there_leaves_both_as_they_were(sleepers):
+    sleepers.models[1].fault = fail_nth("save", 1, MemoryError)
+    with pytest.raises(SleepFailed, match="Rank 1: MemoryError"):
+        sleepers.coordinator.sleep(1)
+    sleepers.check(1, True)
+    sleepers.coordinator.sleep(1)
+    sleepers.models[1].fault = fail_nth("restore", 1, OSError)
+    with pytest.raises(PageGrowthRefused, match="Rank 1: Waking up failed") as caught:
+        sleepers.coordinator.wake()
+    assert caught.value.reason == "weights"
+    sleepers.check(0, False)
+    sleepers.coordinator.wake()
+    sleepers.check(1, True)
+
+
+def test_rule_45_a_sleep_that_fails_there_is_fatal_here(sleepers):
+    sleepers.drivers[1].fault = fail_nth("release_page", 2)
+    with pytest.raises(MemoryOwnershipLost, match="Rank 1"):
+        sleepers.coordinator.sleep(1)

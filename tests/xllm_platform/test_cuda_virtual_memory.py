@@ -9,8 +9,12 @@ from xllm_platform.base import OutOfMemoryError, PlatformError
 from xllm_platform.cuda import virtual_memory
 from xllm_platform.cuda.virtual_memory import CudaVirtualMemory
 
+from tests.memory import test_sleep_transactions
 from tests.support.fake_cuda_driver import GRANULE, FakeCudaDriver
 from tests.support.memory_driver_contract import WRONG
+from xllm_npu.memory.worker_residency import WorkerResidency
+from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
 
 @pytest.fixture
@@ -76,3 +80,28 @@ def test_without_the_bindings_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(PlatformError, match=r"pip install 'xllm-npu\[cuda\]'"):
         CudaVirtualMemory(0)
+
+
+def test_weights_that_sleep_keep_their_addresses_and_give_back_all_pages(fake):
+    """A worker's whole sleep and wake-up in calls of the driver; contents are none of its business here."""
+    workers = test_sleep_transactions.Model()
+    memory = WorkerMemoryResources(CudaVirtualMemory(0), None, None, lambda: None, page_bytes=GRANULE)
+    memory.open_weights(test_sleep_transactions.layout_of(3 * GRANULE - 1))
+    residency = memory.residency = WorkerResidency(memory, workers)
+    before = dict(fake.mapped), dict(fake.ranges), set(fake.accessible)
+    assert len(fake.pages) == len(fake.accessible) == 3
+    for transaction, level in enumerate((1, 2)):
+        residency.prepare_sleep(transaction, level)
+        assert residency.commit_sleep(transaction) == 3 * GRANULE
+        assert (fake.mapped, fake.pages, fake.accessible) == ({}, {}, set())
+        fake.fail = "map"
+        residency.prepare_wake(transaction, ["weights"])
+        with pytest.raises(PageGrowthRefused, match="cuMemMap"):
+            residency.commit_wake(transaction)
+        assert (fake.mapped, fake.pages) == ({}, {})
+        residency.prepare_wake(transaction, ["weights"])
+        residency.commit_wake(transaction)
+        residency.finish_wake(transaction)
+        assert (fake.mapped, fake.ranges, fake.accessible) == before
+    memory.close()
+    assert (fake.mapped, fake.pages, fake.ranges) == ({}, {}, {})

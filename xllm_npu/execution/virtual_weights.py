@@ -97,4 +97,4 @@ def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: Check
         memory.exporter = WeightExporter(rank.weights, memory, capabilities.shared_pages)
     memory.residency = WorkerResidency(memory, SleepOptions(
         loader=loader, host_copy=not capabilities.shared_memory, pinned=capabilities.pinned_memory,
-        empty_cache=platform.empty_cache))
+        empty_cache=platform.empty_cache, empty_host_cache=platform.empty_host_cache))

@@ -153,6 +153,7 @@ class WorkerResidency:
                 return
             if wake.weights_mapped:
                 self._kept = None
+                self._options.empty_host_cache()
             self._wake_up = None
 
     def abort(self, transaction: int) -> None:
