@@ -94,7 +94,7 @@ class SleepOptions:
     host_copy: bool  # whether the host has memory that is not the device's
     pinned: bool
     empty_cache: Callable[[], None]  # of the device's caching allocator
-    empty_host_cache: Callable[[], None]  # of that of pinned memory
+    empty_host_cache: Callable[[], None] = lambda: None  # of that of pinned memory
 
     def contents(self, level: int, synchronize: Callable[[], None]) -> KeptContents:
         if level == 1 and self.host_copy:
