@@ -1,0 +1,190 @@
+"""Models that share less memory than they need together: asleep, woken up by requests, making room for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.test_elastic_kv import resident
+from tests.support.server import DEADLINE, ENGINE, ServerProcess, poll
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.multiprocess
+
+MIB = 2**20
+VIRTUAL = ("--enable-vmm-weights", "--enable-vmm-kvcache", "--vmm-elastic", "--phy-page-granularity-size", "64KiB")
+MAKING_ROOM = (*VIRTUAL, "--auto-wakeup", "--evict-idle-models")
+WEIGHT_BYTES = 9.5 * MIB  # of each of the two
+BYTES_PER_TOKEN = 4096  # four layers, K and V, two heads of 64, float32
+LONG = 980  # tokens
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    shape = {"hidden": 256, "layers": 4}
+    return make_tiny_model(directory / "alpha", **shape), make_tiny_model(directory / "beta", seed=5, **shape)
+
+
+class Pair:
+    """Both models in one server, its API on a Unix socket, its admin routes on a port."""
+
+    def __init__(self, server: ServerProcess, port: int, api: httpx.Client, admin: httpx.Client) -> None:
+        self.server, self.port, self.api, self.admin = server, port, api, admin
+
+    def ask(self, model: str, tokens: int = 5, max_tokens: int = 8) -> httpx.Response:
+        """A prompt of one letter; every length is another prompt."""
+        return self.api.post("/v1/completions", json={
+            "model": model, "prompt": [65] * tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True})
+
+    def text(self, model: str, tokens: int = 5, max_tokens: int = 8) -> str:
+        reply = self.ask(model, tokens, max_tokens)
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["choices"][0]["text"])
+
+    def do(self, path: str) -> None:
+        reply = self.admin.post(path)
+        assert reply.status_code == 200, reply.text
+
+    def states(self) -> list[str]:
+        return [model["state"] for model in self.admin.get("/status").json()["models"]]
+
+    def shared_bytes(self) -> int:
+        """Resident in both engines."""
+        return sum(resident(pid)[0] for pid in self.server.children_of_kind(ENGINE, 2))
+
+
+@contextlib.contextmanager
+def both(models: tuple[Path, Path], directory: Path, *flags: str) -> Iterator[Pair]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (
+        ServerProcess(models[0], directory, str(models[1]), "--admin-port", str(port), *flags, uds=True) as server,
+        server.client() as api, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as admin,
+    ):
+        yield Pair(server, port, api, admin)
+
+
+@pytest.fixture(scope="module")
+def roomy(models, tmp_path_factory) -> Iterator[Pair]:
+    """Memory for all. Tests leave both models awake."""
+    with both(models, tmp_path_factory.mktemp("roomy"), *VIRTUAL, "--max-cache-size", "64MiB") as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def expected(roomy: Pair) -> dict[tuple[str, int], str]:
+    return {(name, tokens): roomy.text(name, tokens) for name in ("alpha", "beta") for tokens in (5, 6, LONG)}
+
+
+def test_the_admin_routes_have_a_listener_of_their_own(roomy: Pair):
+    assert roomy.api.post("/sleep").status_code == 404
+    assert roomy.admin.post("/v1/completions").status_code == 404
+    assert f"Admin routes at: http://127.0.0.1:{roomy.port}" in roomy.server.stderr
+
+
+def test_a_taken_admin_port_is_told_at_once(models, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with ServerProcess(models[0], tmp_path, "--admin-port", port, ready=False) as server:
+            assert server.wait() == 1
+            assert f"Port {port} on 127.0.0.1 is in use" in server.stderr
+            assert "choose another --admin-port" in server.stderr
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_model_gives_memory_back_and_refuses(roomy: Pair, expected, level: int):
+    awake = roomy.shared_bytes()
+    roomy.do(f"/sleep?model=alpha&level={level}")
+    assert awake - roomy.shared_bytes() > 0.95 * WEIGHT_BYTES
+    refused = roomy.ask("alpha")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_sleeping")
+    assert "retry-after" in refused.headers
+    assert roomy.api.get("/health").status_code == 200
+    assert roomy.text("beta") == expected["beta", 5]
+    roomy.do("/wake_up?model=alpha&tags=weights")
+    assert roomy.ask("alpha").status_code == 503
+    roomy.do("/wake_up?model=alpha&tags=kv_cache")
+    assert roomy.text("alpha") == expected["alpha", 5]
+    assert 'engine_sleep_state{model_name="alpha",sleep_state="awake"} 1.0' in roomy.api.get("/metrics").text
+
+
+def test_a_paused_model_lets_requests_wait(roomy: Pair, expected):
+    roomy.do("/pause?model=alpha&mode=keep")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(roomy.text, "alpha")
+        poll(lambda: roomy.server.metrics()["num_requests_waiting"] == 1, "a waiting request")
+        assert roomy.text("beta") == expected["beta", 5]
+        assert not waiting.done()
+        roomy.do("/resume?model=alpha")
+        assert waiting.result(DEADLINE) == expected["alpha", 5]
+
+
+def test_done_when_2_two_models_serve_alternately_within_one_budget(models, expected, tmp_path: Path):
+    """Not even their weights fit together. The budget holds at every moment, for what is really resident."""
+    budget = 16 * MIB
+    assert WEIGHT_BYTES + LONG * BYTES_PER_TOKEN < budget < 2 * WEIGHT_BYTES
+    with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", str(budget)) as pair:
+        assert pair.states() == ["sleeping", "awake"]  # the second found room at start because the first made it
+        for name in ("alpha", "beta"):
+            pair.do(f"/sleep?model={name}")
+        least, most, over = pair.shared_bytes(), 0, threading.Event()
+
+        def measure() -> int:
+            highest = 0
+            while not over.wait(0.002):
+                highest = max(highest, pair.shared_bytes())
+            return highest
+
+        with ThreadPoolExecutor(5) as pool:
+            measured = pool.submit(measure)
+            for _ in range(3):
+                for name in ("alpha", "beta"):
+                    for tokens in (5, LONG):
+                        assert pair.text(name, tokens) == expected[name, tokens]
+                    assert pair.states() == [("sleeping", "awake")[name == own] for own in ("alpha", "beta")]
+            # and at once: each finishes what it has begun, then makes room
+            asks = [(name, tokens, pool.submit(pair.text, name, tokens)) for _ in range(3)
+                    for name in ("alpha", "beta") for tokens in (5, 6)]
+            for name, tokens, ask in asks:
+                assert ask.result(DEADLINE) == expected[name, tokens]
+            over.set()
+            most = measured.result(DEADLINE)
+        assert WEIGHT_BYTES + LONG * BYTES_PER_TOKEN < most - least <= budget
+        assert pair.server.metrics()["request_success_total:length"] == 24
+
+
+def test_a_long_request_gets_the_memory_of_an_idle_model(models, expected, tmp_path: Path):
+    """The weights of both fit, and beside them not the KV of a long request."""
+    budget = 22 * MIB
+    assert 2 * WEIGHT_BYTES + LONG * BYTES_PER_TOKEN > budget
+    with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", str(budget)) as pair:
+        assert pair.states() == ["awake", "awake"]
+        for name, states in (("alpha", ["awake", "sleeping"]), ("beta", ["sleeping", "awake"])):
+            assert pair.text("alpha") == expected["alpha", 5]
+            assert pair.text("beta") == expected["beta", 5]
+            assert pair.states() == ["awake", "awake"]
+            assert pair.text(name, LONG) == expected[name, LONG]
+            assert pair.states() == states
+
+
+def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Path):
+    with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", "64MiB", "--restart-on-failure") as pair:
+        pair.do("/sleep?model=beta")
+        os.kill(pair.server.children_of_kind(ENGINE, 2)[1], signal.SIGKILL)
+        poll(lambda: pair.api.get("/health").status_code == 503, "an unhealthy server")
+        pair.server.wait_ready()
+        poll(lambda: pair.states() == ["awake", "sleeping"], "it sleeps again")
+        assert pair.text("beta") == expected["beta", 5]
