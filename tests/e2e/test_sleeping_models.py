@@ -169,7 +169,7 @@ def test_done_when_2_two_models_serve_alternately_within_one_budget(models, expe
 def test_a_long_request_gets_the_memory_of_an_idle_model(models, expected, tmp_path: Path):
     """The weights of both fit, and beside them not the KV of a long request."""
     budget = 22 * MIB
-    assert 2 * WEIGHT_BYTES + LONG * BYTES_PER_TOKEN > budget
+    assert budget < 2 * WEIGHT_BYTES + LONG * BYTES_PER_TOKEN
     with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", str(budget)) as pair:
         assert pair.states() == ["awake", "awake"]
         for name, states in (("alpha", ["awake", "sleeping"]), ("beta", ["sleeping", "awake"])):

@@ -152,11 +152,13 @@ class ModelSet:
             raise StartFailed(self.told("Cannot start", model, model.master.failure))
 
     async def fork(self, source: str, new_name: str) -> ServedModel:
-        """Serve `source` a second time under another name, sharing its weights; the same fork again changes nothing.
+        """Serve `source` a second time under another name, sharing its weights.
 
-        Raises UnknownModel, and ResidencyError where it cannot be done.
+        The same fork again changes nothing while it lives. Raises UnknownModel, and ResidencyError where it cannot be
+        done.
         """
         parent = self.of(source)
+        self._forget_dead_fork(new_name)
         task = self._forks.get(new_name)
         if task is not None and task[0] is parent:
             return await asyncio.shield(task[1])
@@ -171,6 +173,12 @@ class ModelSet:
         if task.cancelled() or task.exception() is not None:
             del self._forks[name]
 
+    def _forget_dead_fork(self, name: str) -> None:
+        model = self._by_name.get(name)
+        if name in self._forks and model is not None and model.master.status is EngineStatus.DEAD:
+            self._models.remove(model)
+            del self._by_name[name], self._forks[name]
+
     async def _fork(self, parent: ServedModel, name: str) -> ServedModel:
         if parent.master.status is not EngineStatus.READY:
             raise ResidencyError("asleep", f"The model {parent.name} is not awake, and so has no weights to share.")
@@ -178,10 +186,11 @@ class ModelSet:
         new_master = partial(self._new_fork, parent.master, name)
         model = ServedModel((name,), new_master(), new_master)
         try:
-            await self._start(model)
+            with parent.in_use():  # it must not sleep to make room for what needs its weights
+                await self._start(model)
         except StartFailed as error:
             await model.master.shutdown(0)
-            raise ResidencyError("memory", str(error)) from error
+            raise ResidencyError("memory" if model.master.lacked_memory else "gone", str(error)) from error
         except BaseException:
             model.master.kill()
             raise
