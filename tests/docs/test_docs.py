@@ -18,7 +18,7 @@ from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
              "docs/requests.md", "docs/models.md", "docs/parallelism.md", "docs/gpu.md", "docs/install-npu.md",
-             "docs/kernels.md", "docs/memory.md")
+             "docs/kernels.md", "docs/memory.md", "docs/several-models.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags that are pip's, docker's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--no-deps", "--force-reinstall", "--yes", "--json", "--help", "--flag",
@@ -80,14 +80,23 @@ def test_commands_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(ROOT)
     for verb, words in _commands(name):
         assert verb in VERBS, verb
-        load(["--json-output" if word == "--json" else word for word in words], {}, options=VERBS[verb].options)
+        load(["--json-output" if word == "--json" else word for word in words], {}, options=VERBS[verb].options,
+             several_models=VERBS[verb].several_models)
 
 
 def _commands(name: str) -> list[tuple[str, list[str]]]:
     """Every `xllm-npu VERB ...` in a code block or in backticks."""
     text = "\n".join([b.text for b in blocks(name)] + re.findall(r"`([^`\n]+)`", _text(name)))
+    text = text.replace("\\\n", " ")
     found = re.findall(r"(?:^|[ /])xllm-npu ([a-z]+)\b([^\n|]*)", text, re.MULTILINE)
     return [(verb, [w for w in shlex.split(rest, comments=True) if w not in ("...", "--help")]) for verb, rest in found]
+
+
+def test_the_file_of_several_models_is_accepted(tmp_path: Path) -> None:
+    (block,) = [b for b in blocks("docs/several-models.md") if b.info == ("json", "models")]
+    (tmp_path / "c.json").write_text(block.text)
+    loaded, _ = load(["--config-json-file", str(tmp_path / "c.json")], {}, several_models=True)
+    assert [settings.model.max_model_len for settings in loaded.models] == [None, 8192]
 
 
 def test_every_request_field_is_described() -> None:
