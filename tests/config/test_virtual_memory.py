@@ -45,14 +45,12 @@ def test_rule_14_flags_override_json(tmp_path):
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"vmm_elastic": True}, "no meaning without --enable-vmm-kvcache or --enable-vmm-weights"),
-    ({"enable_vmm_weights": True, "vmm_elastic": True, "nnodes": 2, "tp_size": 2}, "is for one machine"),
     ({"enable_vmm_weights": True, "vmm_elastic": True, "model_impl": "transformers"}, "allocates its weights itself"),
     ({"enable_vmm_weights": True, "vmm_elastic": True, "tp_size": 2, "ep_size": 2, "enable_eplb": True},
      "--enable-eplb moves them"),
     ({"enable_vmm_kvcache": True, "vmm_memory_reserve_bytes": 4096}, "no meaning without --vmm-elastic"),
     ({"max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),
     ({"enable_vmm_kvcache": True, "max_memory_utilization": 0}, "a cache of fixed size needs a share above 0"),
-    ({"enable_vmm_kvcache": True, "nnodes": 2, "tp_size": 2}, "is for one machine in this version"),
     ({"enable_vmm_kvcache": True, "phy_page_granularity_size": 16}, "is out of range"),
 ])
 def test_rules_between_settings(values, words):

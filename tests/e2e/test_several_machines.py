@@ -1,6 +1,7 @@
 """One server on two machines: the tokens of one process, and one end for all, whoever dies."""
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from tests.support.greedy import Case, ask_server, differences, make_prompts, re
 from tests.support.machines import child_of, loopback_machines, network_machines, start_lines, start_nodes
 from tests.support.server import ENGINE, WORKER, ServerProcess, poll
 from tests.support.tiny_model import make_tiny_model
+from xllm_npu.master.cluster.network import free_ports
 
 pytestmark = pytest.mark.multiprocess
 
@@ -115,6 +118,44 @@ def test_shared_experts_tokens_and_a_killed_engine(nodes, moe_dir):
     assert said == (f"The engine stopped: The engine process of rank 1 (pid {engine.pid} on node 1) "
                     "was ended by SIGKILL.")
     ended_together(agent, f"The server stopped: {said.removeprefix('The engine stopped: ')}")
+
+
+ELASTIC = ("--enable-vmm-kvcache", "--vmm-elastic", "--enable-vmm-weights", "--phy-page-granularity-size", "16KiB")
+
+
+def test_rules_11_to_13_virtual_memory_over_two_machines(tiny_dir, tmp_path, cases):
+    """The other machine's rank maps pages with rank 0, gives them back with it, sleeps and wakes with it."""
+    registry, admin_port = free_ports("127.0.0.1", 2)
+    flags = ("--tp-size", "2", "--dtype", "float32", *ELASTIC, "--worker-memory-master-node-addr",
+             f"127.0.0.1:{registry}")
+    admin_flags = ("--admin-port", str(admin_port))
+    with start_nodes(tiny_dir, tmp_path, loopback_machines(), *flags, more=(admin_flags, ())) as (server, agent):
+        expected = answers(server, cases)
+        assert differences(cases, expected) == []
+        far = child_of(agent, WORKER).pid
+        poll(lambda: server.metrics()["kv_cache_pages:mapped"] == 1, "an idle cache")
+        rest = page_bytes(far)
+        with server.client() as client, client.stream("POST", COMPLETIONS, json={
+                **ENDLESS, "max_tokens": 600, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            poll(lambda: page_bytes(far) > rest, "the far rank's pages to grow")
+            list(lines)
+        poll(lambda: page_bytes(far) == rest, "them to go back")
+        with httpx.Client(base_url=f"http://127.0.0.1:{admin_port}", timeout=60) as admin:
+            assert admin.post("/sleep").status_code == 200
+            assert page_bytes(far) == 0
+            assert admin.post("/wake_up").status_code == 200
+        assert page_bytes(far) == rest
+        assert answers(server, cases) == expected
+
+
+def page_bytes(pid: int) -> int:
+    """Committed bytes of the file that a process's pages are pieces of."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        if "xllm-npu-pages" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+            return os.stat(f"/proc/{pid}/fd/{fd}").st_blocks * 512
+    raise AssertionError("it has no virtual memory")
 
 
 def test_documented_lines_in_network_namespaces_and_a_clean_end(tiny_dir, tmp_path, cases):

@@ -1,4 +1,4 @@
-"""Weights in the same pages for two models: who has them, who counts for them, and what is left when one ends or sleeps.
+"""Weights in the same pages for two models: who has them, who counts for them, what is left when one ends or sleeps.
 
 Both ends are in this process, over two drivers of real pages, except where one is to be killed.
 """
@@ -241,7 +241,7 @@ def test_of_weights_that_are_asleep_or_gone_nothing_is_had(tmp_path):
 
 
 def test_whoever_says_something_else_is_none_of_its_business(tmp_path):
-    with family(tmp_path, forks=0) as (parent,):
+    with family(tmp_path, forks=0):
         for words in (b"GET / HTTP/1.1", b""):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.connect(str(tmp_path / "weights"))

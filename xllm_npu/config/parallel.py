@@ -53,6 +53,9 @@ class ParallelSettings(Section):
         return self.tp_size * self.dp_size if self.enable_expert_parallel else self.ep_size
 
 
+MEMORY_MASTER = "127.0.0.1:19889"  # the reference's default, here: any
+
+
 class DistributedSettings(Section):
     """Several machines"""
 
@@ -62,6 +65,11 @@ class DistributedSettings(Section):
     )
     master_node_addr: Annotated[str, Metavar("ADDR:PORT")] = Field(
         default="127.0.0.1:19888", min_length=1, description="where node 0 waits for the others"
+    )
+    worker_memory_master_node_addr: Annotated[str, Metavar("ADDR:PORT")] = Field(
+        default=MEMORY_MASTER, min_length=1,
+        description="where rank 0 waits for the other machines' virtual memory, data-parallel rank n at the port plus "
+        "n; default: its own address and a free port",
     )
     node_addr: Annotated[str | None, Metavar("ADDR")] = Field(
         default=None,
@@ -85,7 +93,7 @@ class DistributedSettings(Section):
         description="nodes: devices of --nnodes machines; ray: one actor a device in a running Ray cluster",
     )
 
-    @field_validator("master_node_addr")
+    @field_validator("master_node_addr", "worker_memory_master_node_addr")
     @classmethod
     def _address(cls, text: str) -> str:
         return str(parse_address(text))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from xllm_npu.config.names import flag
-from xllm_npu.config.settings import Settings, spans_machines
+from xllm_npu.config.settings import Settings
 
 # A rule sees the settings and the spelling of those that the user gave (so not the defaults).
 Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
@@ -104,10 +104,6 @@ def _virtual_memory(settings: Settings, spelled: Mapping[str, str]) -> Iterator[
     if not kv.max_memory_utilization and not (kv.enable_vmm_kvcache and kv.vmm_elastic):
         yield (f"{spelled.get('max_memory_utilization', '--max-memory-utilization')}=0, no limit, is for {vmm} with "
                f"{elastic}: a cache of fixed size needs a share above 0.")
-    for name in ("enable_vmm_kvcache", "enable_vmm_weights"):
-        if getattr(kv, name) and spans_machines(settings):
-            yield (f"{spelled.get(name, flag(name))} is for one machine in this version: leave it out, or --nnodes and "
-                   "--placement.")
 
 
 def _tls(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:

@@ -49,7 +49,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rank_tablefile": ("",),
     # Distributed
     "xtensor_master_node_addr": ("127.0.0.1:19889", ""),
-    "worker_memory_master_node_addr": ("127.0.0.1:19889", ""),
     "etcd_addr": ("",), "etcd_namespace": ("",), "enable_service_routing": (False,),
     "heart_beat_interval": (0.5,), "etcd_ttl": (3,),
     # Prefill and decode on different servers

@@ -8,6 +8,7 @@ from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.execution.worker_messages import WorkerReady
 from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
 from xllm_npu.memory.worker_memory import LocalWorkerMemory
+from xllm_npu.memory.worker_memory_registry import WorkerMemoryRegistry
 from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 
@@ -26,9 +27,13 @@ class EngineMemory(DistributedVirtualMemoryCoordinator):
 
 
 def connect_memory(
-    first: WorkerMemoryResources | None, others: Sequence[WorkerReady], group: WorkerGroup | None
+    first: WorkerMemoryResources | None, others: Sequence[WorkerReady], group: WorkerGroup | None,
+    registry: WorkerMemoryRegistry | None = None,
 ) -> EngineMemory | None:
-    """None where nothing ever changes. Raises what a rank answers that cannot be reached."""
+    """None where nothing ever changes. `registry`: where those on several machines said their endpoints.
+
+    Raises what a rank answers that cannot be reached.
+    """
     if first is None or not first.takes_calls:
         return None
 
@@ -36,4 +41,5 @@ def connect_memory(
         if group is not None and group.failure is not None:
             raise group.failure
 
-    return EngineMemory(first, [WorkerMemoryRpcClient(ready.memory, ready.rank, check) for ready in others])
+    endpoints = {ready.rank: ready.memory if registry is None else registry.endpoint_of(ready.rank) for ready in others}
+    return EngineMemory(first, [WorkerMemoryRpcClient(endpoint, rank, check) for rank, endpoint in endpoints.items()])

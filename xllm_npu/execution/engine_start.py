@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
@@ -16,6 +17,7 @@ from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, Work
 from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.execution.worker_loader import LoadedWorker, Progress, check_cut, load_worker
 from xllm_npu.execution.worker_messages import WorkerReady
+from xllm_npu.memory.worker_memory_registry import WorkerMemoryRegistry
 from xllm_npu.state.launch import EngineInit, local_slots
 from xllm_npu.state.messages import EngineReady
 
@@ -65,16 +67,30 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
         ready = made[0].ready
         return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None)), ready
     check_cut(settings, rank, progress)
-    client, group, others = _several_workers(settings, init, make)
-    ready = made[0].ready
-    ready.ranks = settings.parallel.tp_size
-    ready.weight_loads += [other.weights for other in others]
-    try:
-        memory = connect_memory(made[0].memory, others, group)
-    except BaseException:
-        group.close(patience=0)
-        raise
+    with _registry(init) as registry:
+        client, group, others = _several_workers(settings, init, make)
+        ready = made[0].ready
+        ready.ranks = settings.parallel.tp_size
+        ready.weight_loads += [other.weights for other in others]
+        try:
+            memory = connect_memory(made[0].memory, others, group, registry)
+        except BaseException:
+            group.close(patience=0)
+            raise
     return Engine(client, group, ready.block_size, memory), ready
+
+
+@contextmanager
+def _registry(init: EngineInit) -> Iterator[WorkerMemoryRegistry | None]:
+    """Where workers on several machines register their memory, until they have."""
+    if not init.memory_master:
+        yield None
+        return
+    registry = WorkerMemoryRegistry(init.memory_master, init.memory_token)
+    try:
+        yield registry
+    finally:
+        registry.close()
 
 
 def _one_worker(make: Callable[[], Worker], overlap: bool) -> WorkerClient:

@@ -88,6 +88,7 @@ class WorkerGroup:
             own_rendezvous=init.own_rendezvous, ring=place, ledgers=init.ledgers,
             weights=of_rank(init.weights, rank), weights_from=of_rank(init.weights_from, rank),
             memory=f"ipc://{init.directory}/memory-{init.dp_rank}-{rank}",
+            memory_master=init.memory_master_at, memory_token=init.memory_token,
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,
                                    pass_fds=() if place is None else (place.fd, place.bell))

@@ -71,6 +71,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     ring = None if init.ring is None else RingReader(init.ring.fd, init.ring.bell, init.ring.index)
     steps = StepReceiver(init.steps, ring)
     from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
+    from xllm_npu.memory.worker_memory_registry import Registration, register
     from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcServer
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
@@ -80,9 +81,12 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     memory = None
     if loaded.memory is not None and loaded.memory.takes_calls:
         memory = WorkerMemoryRpcServer(init.memory, loaded.memory)
+        if init.memory_master:
+            told = Registration(token=init.memory_token, rank=init.tp_rank, endpoint=memory.endpoint)
+            register(init.memory_master, told)
     reporter.send(WorkerReady(rank=init.tp_rank, pid=os.getpid(), device=loaded.ready.device,
                               weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds,
-                              memory="" if memory is None else init.memory))
+                              memory="" if memory is None else memory.endpoint))
     while not isinstance(step := steps.receive(), WorkerStop):
         loaded.worker.execute(step)
     if memory is not None:

@@ -44,7 +44,10 @@ class WorkerMemoryRpcServer:
         self._resources = resources
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.bind(endpoint)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port that a * became
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(MemoryCall)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="memory-rpc", daemon=True)
@@ -81,6 +84,8 @@ class WorkerMemoryRpcClient:
         self._wait = self._deadline = 0.0  # seconds, of the call that is under way
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(MemoryReply)
 

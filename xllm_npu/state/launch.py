@@ -37,6 +37,9 @@ class EngineInit(msgspec.Struct, kw_only=True):
     agreement: str = ""  # data-parallel ranks that step together: endpoint where rank 0 binds and the others connect
     steps: str = ""  # endpoint "tcp://address:port" to bind for workers on other machines; "": all are on this one
     reports: str = ""  # likewise, for what they say
+    memory_master: str = ""  # endpoint to bind, where ranks on several machines register their memory; "": one machine
+    memory_master_at: str = ""  # how they reach it
+    memory_token: str = ""  # that they name there
     ledgers: str = ""  # directory with the ledger of each device of this machine, for all models; "": `directory`
     weights: str = ""  # path for sockets at which its ranks share weights, "-" and tp_rank to come; "": they do not
     weights_from: str = ""  # that of the engine whose weights this one shares; "": it loads its own
@@ -63,7 +66,9 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     rendezvous: str
     world: list[Slot]
     own_rendezvous: str = ""
-    memory: str = ""  # endpoint to bind for calls about memory, where the KV cache is elastic
+    memory: str = ""  # endpoint to bind for calls about memory, where it is virtual; TCP with port * takes a free one
+    memory_master: str = ""  # endpoint to register it at; "": it is said with readiness
+    memory_token: str = ""
     ledgers: str = ""  # as in EngineInit
     weights: str = ""  # as in EngineInit, with the rank
     weights_from: str = ""

@@ -12,9 +12,9 @@ from xllm_npu.master.cluster.cluster_plan import EngineOrder, order_engines, por
 from xllm_npu.state.launch import Slot
 
 
-def orders(nodes: list[int], tp_size: int) -> tuple[list[EngineOrder], dict[int, str]]:
+def orders(nodes: list[int], tp_size: int, **sections) -> tuple[list[EngineOrder], dict[int, str]]:
     """For ranks that lie on `nodes`; addresses are 10.0.0.<node>, or IPv6 for odd ones."""
-    settings = Settings(parallel={"tp_size": tp_size, "dp_size": len(nodes) // tp_size})  # type: ignore[arg-type]
+    settings = Settings(parallel={"tp_size": tp_size, "dp_size": len(nodes) // tp_size}, **sections)
     slots = [Slot(node, rank) for rank, node in enumerate(nodes)]
     addresses = {node: f"fd00::{node}" if node % 2 else f"10.0.0.{node}" for node in {0, *nodes}}
     numbers = count(1000)
@@ -55,17 +55,40 @@ def test_a_first_machine_without_ranks():
     assert order.init.rendezvous.startswith(at(addresses, 1))
 
 
+VMM = {"kv_cache": {"enable_vmm_kvcache": True}}
+
+
+def test_rules_11_to_13_ranks_register_their_memory_at_rank_0_and_nowhere_else():
+    (order,), addresses = orders([0, 1], 2, **VMM)
+    init, (worker,) = order.init, order.far
+    assert init.memory_master == init.memory_master_at == worker.memory_master
+    assert init.memory_master.startswith(at(addresses, 0))
+    assert worker.memory == at(addresses, 1) + "*"
+    assert worker.memory_token == init.memory_token != ""
+    (without,), _ = orders([0, 1], 2)
+    assert (without.init.memory_master, without.far[0].memory_master) == ("", "")
+
+
+def test_where_ranks_register_their_memory_can_be_said():
+    given = {"distributed": {"worker_memory_master_node_addr": "127.0.0.1:700"}}
+    made, addresses = orders([0, 1, 0, 1, 1, 0], 2, **VMM, **given)
+    assert [order.init.memory_master for order in made] == [
+        "tcp://127.0.0.1:700", "tcp://127.0.0.1:701", at(addresses, 1) + "702"]
+    (far,), _ = orders([0, 1], 2, **VMM, distributed={"worker_memory_master_node_addr": "203.0.113.9:700"})
+    assert (far.init.memory_master, far.init.memory_master_at) == ("tcp://*:700", "tcp://203.0.113.9:700")
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1))
 def test_no_port_twice_and_all_where_they_listen(tp_size, dp_size, per_node, first):
     nodes = [first + rank // per_node for rank in range(tp_size * dp_size)]
-    made, addresses = orders(nodes, tp_size)
+    made, addresses = orders(nodes, tp_size, **VMM)
     listening = Counter[str]()
     for order in made:
         init = order.init
         own = nodes[init.dp_rank * tp_size]
         assert init.node == own
         for endpoint, node in ((init.requests, 0), (init.outputs, 0), (init.steps, own), (init.reports, own),
-                               (init.own_rendezvous, own)):
+                               (init.own_rendezvous, own), (init.memory_master, own)):
             if endpoint.startswith("tcp"):
                 assert endpoint.startswith(at(addresses, node))
                 listening[endpoint] += 1

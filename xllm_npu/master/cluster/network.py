@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import ExitStack
+from typing import Literal
 
 import psutil
 
@@ -27,7 +28,8 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
-def endpoint(host: str, port: int) -> str:
+def endpoint(host: str, port: int | Literal["*"]) -> str:
+    """`*`: any port that is free where it is bound."""
     return f"tcp://{bracketed(host)}:{port}"
 
 
