@@ -110,6 +110,7 @@ class Metrics:
         self._cache_configs: list[dict[str, str]] = [{}]  # by engine
         self._engines: list[Mapping[str, float]] = [{}]
         self._pages: list[Mapping[str, Any] | None] = [None]
+        self._owned: list[Mapping[str, int]] = [{}]
         self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = {}
@@ -127,13 +128,17 @@ class Metrics:
         self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
         self._engines = [{} for _ in cache_configs]
         self._pages = [None for _ in cache_configs]
+        self._owned = [{} for _ in cache_configs]
 
-    def set_engine(self, engine: int, pages: Mapping[str, Any] | None = None, **stats: float) -> None:
+    def set_engine(
+        self, engine: int, pages: Mapping[str, Any] | None = None, owned_pages: Mapping[str, int] | None = None,
+        **stats: float
+    ) -> None:
         """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step.
 
-        `pages`: of an elastic KV cache, by the field names of PageStats.
+        `pages`: of an elastic KV cache, by the field names of PageStats. `owned_pages`: bytes mapped, by owner.
         """
-        self._pages[engine] = pages
+        self._pages[engine], self._owned[engine] = pages, owned_pages or {}
         before = self._engines[engine]
         if stats.get("steps_total", -1) != before.get("steps_total") and stats.get("last_step_tokens"):
             self._observe_step(stats["last_step_tokens"])
@@ -177,6 +182,7 @@ class Metrics:
         self._restarts += 1
         self._engines = [{} for _ in self._engines]
         self._pages = [None for _ in self._engines]
+        self._owned = [{} for _ in self._engines]
 
     def set_residency(self, state: str, level: int) -> None:
         """`state`: awake, paused or sleeping; `level` of sleep."""
@@ -220,6 +226,13 @@ class Metrics:
         restarts.add_metric(values, self._restarts)
         yield restarts
         yield from self._residency_families()
+        if any(self._owned):
+            owned = GaugeMetricFamily(PREFIX + "virtual_memory_bytes", "Bytes of virtual memory mapped, by owner.",
+                                      labels=(*ENGINE_LABELS, "owner"))
+            for engine, bytes_by_owner in enumerate(self._owned):
+                for owner, count in bytes_by_owner.items():
+                    owned.add_metric([self._model_name, str(engine), owner], count)
+            yield owned
         for name, text, _ in HISTOGRAMS:
             histogram = self._histograms[name]
             family = HistogramMetricFamily(PREFIX + name, text, labels=labels)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.master import Answer, metric, prompt_of, running_master, until
 from tests.support.server import ENGINE, WORKER
+from tests.support.tiny_model import make_tiny_model
 from xllm_npu.llm import LLM
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster, ModelSleeping
 from xllm_npu.master.residency_error import ResidencyError
@@ -87,6 +88,45 @@ async def test_kept_requests_go_on(tiny_dir, kind):
             await until(lambda: metric(master, "kv_cache_pages", engine="0", state="mapped") == 1, "the pinned page")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_virtual_memory_info(tiny_dir, kind):
+    async with running_master(tiny_dir, **KINDS[kind], dp_size=2) as master:
+        def owner(name: str) -> dict[str, int]:
+            return master.virtual_memory_info()["owners"][name]
+
+        info = master.virtual_memory_info()
+        assert info["residency"] == {"state": "awake", "level": 0, "tags": ["weights", "kv_cache"]}
+        assert info["growth_refusals"] == {}
+        assert set(info["owners"]) == ({"weights"} if kind == "weights only" else {"weights", "kv_cache"})
+        assert info["bytes"] == sum(o["bytes"] for o in info["owners"].values())
+        weights = dict(owner("weights"))
+        assert weights["bytes"] == weights["mapped"] * 16384 >= master.info.weight_bytes
+        assert (weights["free"], weights["pinned"], weights["reserved"]) == (0, weights["mapped"], 0)
+        at_rest = {name: dict(owner(name)) for name in info["owners"]}
+        answers = [Answer(master, p, 100) for p in PROMPTS]
+        await asyncio.gather(*(a.begun() for a in answers))
+        if kind == "elastic":  # a page of each region of each of two layers: K and V
+            assert at_rest["kv_cache"]["mapped"] == at_rest["kv_cache"]["pinned"] == 2 * 4
+            assert owner("kv_cache")["mapped"] > 8
+            assert (owner("kv_cache")["mapped"] + owner("kv_cache")["free"]
+                    == at_rest["kv_cache"]["mapped"] + at_rest["kv_cache"]["free"])
+        elif kind == "fixed":
+            assert owner("kv_cache") == at_rest["kv_cache"]
+            assert owner("kv_cache")["bytes"] >= master.info.kv_cache_bytes
+        assert metric(master, "virtual_memory_bytes", engine="1", owner="weights") == weights["bytes"] / 2
+        await master.sleep(2, "keep")
+        info = master.virtual_memory_info()
+        assert info["residency"] == {"state": "sleeping", "level": 2, "tags": []}
+        assert info["bytes"] == 0
+        assert all(o["mapped"] == 0 and o["free"] > 0 for o in info["owners"].values())
+        await master.wake(["weights"])
+        assert owner("weights") == weights
+        await master.wake()
+        await asyncio.gather(*(a.whole() for a in answers))
+        await idle(master, 2)
+        await until(lambda: {name: owner(name) for name in info["owners"]} == at_rest, "what is there at rest")
+
+
 async def test_who_leaves_and_who_is_ended(tiny_dir):
     async with running_master(tiny_dir, **CROWDED, **ELASTIC) as master:
         expected = await undisturbed(master)
@@ -137,10 +177,21 @@ async def test_a_prefix_from_before_the_sleep_is_not_found(tiny_dir):
             assert after.last.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(("layout", "children"), [
-    ({"dp_size": 2}, (2, 0)), ({"tp_size": 2}, (1, 1)), ({"dp_size": 2, "tp_size": 2}, (2, 2))])
-async def test_all_ranks_sleep(tiny_dir, layout, children):
-    async with running_master(tiny_dir, **CROWDED, **ELASTIC, **layout) as master:
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("experts") / "m", "qwen3_moe", max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize(("model", "layout", "children"), [
+    ("tiny_dir", {"dp_size": 2}, (2, 0)), ("tiny_dir", {"tp_size": 2}, (1, 1)),
+    ("experts_dir", {"dp_size": 2}, (2, 0)),
+    pytest.param("experts_dir", {"dp_size": 2, "tp_size": 2}, (2, 2), marks=pytest.mark.slow)])
+async def test_all_ranks_sleep(request, model, layout, children):
+    """Experts are shared: those ranks run every step together."""
+    options = {**CROWDED, **ELASTIC, **layout, "max_cache_size": "200MiB"}
+    async with running_master(request.getfixturevalue(model), **options) as master:
+        assert master.info is not None
+        assert master.info.steps_together == (model == "experts_dir")
         assert (len(processes(ENGINE)), len(processes(WORKER))) == children
         expected = await undisturbed(master)
         for level in (1, 2):

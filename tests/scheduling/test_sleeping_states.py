@@ -162,7 +162,7 @@ class SleepingElasticMachine(SleepingSchedulerMachine, ElasticSchedulerMachine):
             assert self.backend.mapped == {PINNED_PAGE}
 
 
-OPTIONS = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+OPTIONS = settings(max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
 TestSleepingScheduler = SleepingSchedulerMachine.TestCase
 TestSleepingScheduler.settings = OPTIONS
 TestSleepingElasticScheduler = SleepingElasticMachine.TestCase

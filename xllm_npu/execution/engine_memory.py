@@ -6,20 +6,36 @@ from collections.abc import Sequence
 
 from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.execution.worker_messages import WorkerReady
-from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator
 from xllm_npu.memory.worker_memory import LocalWorkerMemory
 from xllm_npu.memory.worker_memory_registry import WorkerMemoryRegistry
 from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient
+from xllm_npu.memory.worker_residency import WEIGHTS
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG, OwnedPages
 
 
 class EngineMemory(DistributedVirtualMemoryCoordinator):
     """Rank 0's resources are here; the other ranks said at which endpoints theirs take calls."""
 
     def __init__(self, first: WorkerMemoryResources, others: Sequence[WorkerMemoryRpcClient]) -> None:
-        self._clients = others
+        self._clients, self._page_bytes = others, first.pool.page_bytes
         super().__init__([LocalWorkerMemory(first), *others], first.layout if first.has_kv else None,
                          elastic=first.elastic, has_weights=first.weights is not None)
+
+    def owned_pages(self) -> list[OwnedPages]:
+        """What the ledger says; costs little."""
+        owned: list[OwnedPages] = []
+        if self.has_weights:
+            mapped = self.budget.reserved(WEIGHTS)
+            owned.append(OwnedPages(owner=WEIGHTS_TAG, page_bytes=self._page_bytes, mapped=mapped, pinned=mapped,
+                                    slots=self._at_rest[WEIGHTS], ranks=len(self._workers)))
+        if self._layout is not None:
+            mapped, regions = self.budget.reserved(KV), self._layout.num_regions
+            owned.append(OwnedPages(
+                owner=KV_CACHE_TAG, page_bytes=self._page_bytes, mapped=mapped, pinned=min(mapped, self._at_rest[KV]),
+                slots=self._layout.num_pages * regions, together=regions, ranks=len(self._workers)))
+        return owned
 
     def close(self) -> None:
         for client in self._clients:

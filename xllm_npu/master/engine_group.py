@@ -42,7 +42,7 @@ CAUSE_SECONDS = 0.5  # for the end that caused another one to be noticed
 # What may differ between the ranks' EngineReady: how long they took and what their devices had left.
 MAY_DIFFER = frozenset({
     "device", "load_seconds", "num_kv_blocks", "kv_cache_bytes", "weight_bytes", "max_model_len", "tokenizer_dir",
-    "weight_loads",
+    "weight_loads", "owned_pages",
 })
 
 

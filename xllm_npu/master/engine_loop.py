@@ -27,6 +27,7 @@ from xllm_npu.state.messages import (
     AddRequest,
     EngineProgress,
     EngineReady,
+    OwnedPages,
     Pause,
     Residency,
     ResidencyMessage,
@@ -73,6 +74,7 @@ class EngineLoop:
         self._engine = engine
         self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
         self.residency = EngineResidency(scheduler, engine)
+        ready.owned_pages = scheduler.stats.owned_pages = self._owned_pages()
 
     @classmethod
     def create(
@@ -142,6 +144,17 @@ class EngineLoop:
                 time.sleep(STALL_PAUSE)
             return self.scheduler.pending_outputs()
         return StepOutputs()
+
+    def update_gauges(self) -> None:
+        """What the scheduler's `stats` say of this moment."""
+        self.scheduler.update_gauges()
+        self.update_owned_pages()
+
+    def update_owned_pages(self) -> None:
+        self.scheduler.stats.owned_pages = self._owned_pages()
+
+    def _owned_pages(self) -> list[OwnedPages]:
+        return [] if self._engine.memory is None else self._engine.memory.owned_pages()
 
     def change(self, message: ResidencyMessage) -> Residency:
         """Step until a Pause, Resume, Sleep or Wake has come about; for a caller who has no requests open."""

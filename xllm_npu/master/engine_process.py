@@ -119,9 +119,11 @@ class EngineServer:
     def _tell(self, outputs: StepOutputs | None) -> None:
         """News for clients; without any the gauges, where they changed: a long prompt has no news for many steps."""
         if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
+            told = self._told if outputs.stats is None else _told(outputs.stats)
+            if told != self._told:
+                self._loop.update_owned_pages()
             self._channel.send(outputs)
-            if outputs.stats is not None:
-                self._told = _told(outputs.stats)
+            self._told = told
         elif self._told != self._gauges():
             self._tell_gauges()
 
@@ -132,10 +134,10 @@ class EngineServer:
         return scheduler.running.num_running, len(scheduler.waiting), mapped, scheduler.stalled
 
     def _tell_gauges(self) -> None:
-        scheduler = self._loop.scheduler
-        scheduler.update_gauges()
-        self._told = _told(scheduler.stats)
-        self._channel.send(StepOutputs(stats=scheduler.stats))
+        stats = self._loop.scheduler.stats
+        self._loop.update_gauges()
+        self._told = _told(stats)
+        self._channel.send(StepOutputs(stats=stats))
 
     def _became_idle(self) -> None:
         scheduler = self._loop.scheduler

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
+from xllm_npu.master.beam_searches import BeamSearches
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
+from xllm_npu.master.memory_report import MemoryReport
 from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
@@ -92,13 +94,11 @@ class LLMMaster:
         self._factory: RequestFactory
         self._dispatcher: OutputDispatcher | None = None
         self._readying: asyncio.Task[None] | None = None
-        self._endings: set[asyncio.Task[None]] = set()  # beam searches that are over and become text
         self._stalled: set[int] = set()  # engines
-        self._searches: set[int] = set()  # ids of beam searches that go on
-        self._no_search = asyncio.Event()
-        self._no_search.set()
+        self._searches = BeamSearches(self._search_to_text)
+        self._memory = MemoryReport()
         self._residency = ModelResidency(
-            lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches_end,
+            lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches.wait_searched,
             ResidencyEvents(self._on_residency, self.metrics.on_transition))
         self._restoring: asyncio.Task[None] | None = None
 
@@ -251,13 +251,14 @@ class LLMMaster:
         """The engines have ended, and might not have with more memory of their devices."""
         return self._engines.lacked_memory
 
+    def virtual_memory_info(self) -> dict[str, Any]:
+        """See `MemoryReport.info`; without virtual memory there are no owners."""
+        return self._memory.info(self.residency)
+
     def _on_residency(self) -> None:
         if self.status in (EngineStatus.READY, EngineStatus.SLEEPING):
             self.status = EngineStatus.READY if self._residency.serves else EngineStatus.SLEEPING
         self.metrics.set_residency(self.residency.state, self.residency.level)
-
-    async def _searches_end(self) -> None:
-        await self._no_search.wait()
 
     async def _restore(self) -> None:
         try:
@@ -273,7 +274,7 @@ class LLMMaster:
             await asyncio.gather(task, return_exceptions=True)
         if self._dispatcher is not None:
             self._dispatcher.fail_all("The server is shutting down.")
-        await asyncio.gather(*self._endings)
+        await self._searches.wait_answered()
         await self._engines.stop(patience)
         if self._cluster is not None:
             await self._cluster.close(f"The server stopped: {self.failure}" if self.failure else "")
@@ -296,10 +297,12 @@ class LLMMaster:
         assert self._dispatcher is not None, "outputs before any request"
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
+            self._memory.on_stats(rank, outputs.stats)
             (self._stalled.add if outputs.stats.stalled else self._stalled.discard)(rank)
             figures = msgspec.structs.asdict(outputs.stats)
             if outputs.stats.pages is not None:
                 figures["pages"] = msgspec.structs.asdict(outputs.stats.pages)
+            figures["owned_pages"] = {one.owner: one.bytes for one in outputs.stats.owned_pages}
             self.metrics.set_engine(rank, **figures)
 
     async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
@@ -322,7 +325,10 @@ class LLMMaster:
         if self.settings.model.generation_config == "auto":
             self.default_sampling = ready.default_sampling
         name = served_model_names(self.settings)[0]
+        self._memory.on_ready(engines)
         self.metrics.set_model(name, [{"block_size": e.block_size, "num_kv_blocks": e.num_kv_blocks} for e in engines])
+        for rank, engine in enumerate(engines):
+            self.metrics.set_engine(rank, owned_pages={one.owner: one.bytes for one in engine.owned_pages})
         gc.collect()
         gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
@@ -359,48 +365,19 @@ class LLMMaster:
     # Beam search
 
     def _search(self, message: AddRequest) -> RequestStream:
-        from xllm_npu.master.beam_request import BeamRequest
-
         assert self._dispatcher is not None
         outputs = RequestStream(lambda: self._abandon_search(search))
-        sink = self._sink(message, outputs)
-
-        def on_end() -> None:
-            self._end_search(message.request_id)
-            task = asyncio.create_task(self._finish_search(search, sink))
-            self._endings.add(task)
-            task.add_done_callback(self._endings.discard)
-
-        rank: int | None = None
-
-        def send(beam: AddRequest) -> None:
-            nonlocal rank
-            rank = self._engines.send(beam, rank)  # where the beams' beginnings are
-
-        search = BeamRequest(message, self._factory.eos_token_ids, self._dispatcher, send, self._factory.new_id, on_end)
-        self._searches.add(message.request_id)
-        self._no_search.clear()
-        search.start()
+        search = self._searches.start(message, self._dispatcher, self._factory, self._engines.send,
+                                      self._sink(message, outputs))
         return outputs
 
-    async def _finish_search(self, search: BeamRequest, sink: Callable[[RequestOutput], None]) -> None:
+    async def _search_to_text(self, search: BeamRequest) -> RequestOutput:
         """Off the event loop, as its tokens become text all at once."""
-        try:
-            output = await self._in_pool(search.output, self.tokenizer)
-        except Exception:
-            log.exception("a beam search's answer cannot be made")
-            output = search.failed()
-        if search.request_id in self._timings:  # else the client left meanwhile
-            sink(output)
-
-    def _end_search(self, request_id: int) -> None:
-        self._searches.discard(request_id)
-        if not self._searches:
-            self._no_search.set()
+        output: RequestOutput = await self._in_pool(search.output, self.tokenizer)
+        return output
 
     def _abandon_search(self, search: BeamRequest) -> None:
-        self._end_search(search.request_id)
-        search.close()
+        self._searches.abandon(search)
         timing = self._timings.pop(search.request_id, None)
         if timing is not None:
             timing.on_end("abort")

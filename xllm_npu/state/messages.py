@@ -119,6 +119,23 @@ class WeightLoad(msgspec.Struct, array_like=True):
     peak_bytes: int  # of host memory, above what the process had before
 
 
+class OwnedPages(msgspec.Struct, array_like=True, kw_only=True):
+    """Physical pages of one owner, on each rank of an engine."""
+
+    owner: str  # of TAGS
+    page_bytes: int
+    mapped: int
+    slots: int  # that it could have mapped
+    together: int = 1  # that come and go at once
+    pinned: int = 0  # of those mapped: they stay while the owner is awake
+    ranks: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """On all ranks."""
+        return self.mapped * self.page_bytes * self.ranks
+
+
 class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The engine can take requests. Figures are for the start-up screen and for validation."""
 
@@ -150,6 +167,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     elastic_kv_cache: bool = False  # kv_cache_bytes and num_kv_blocks are what memory could ever allow
     prefill_graph_sizes: list[int] = msgspec.field(default_factory=list)  # tokens
     rotary_switch: int = 0  # a sequence longer than this is computed anew with other rotary frequencies; 0: none is
+    owned_pages: list[OwnedPages] = msgspec.field(default_factory=list)  # of virtual memory
 
 
 class EngineProgress(msgspec.Struct, tag=True, array_like=True):
@@ -213,6 +231,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     graph_misses_total: int = 0  # decode batches above the largest captured size
     pages: PageStats | None = None  # of an elastic KV cache
     prefill_graph_misses_total: int = 0  # steps with prompts above the largest captured size
+    owned_pages: list[OwnedPages] = msgspec.field(default_factory=list)  # of virtual memory
     stalled: bool = False  # requests are open and none can go on: others have the memory that their KV blocks need
 
 
