@@ -15,7 +15,13 @@ from tests.support.book_driver import GRANULE, BookDriver, fail_nth
 from tests.support.memory_driver_contract import page_file_bytes
 from xllm_npu.memory import weight_contents
 from xllm_npu.memory.physical_pages import PhysicalPagePool
-from xllm_npu.memory.weight_contents import CheckpointFiles, HostCopy, WeightsChanged, on_its_own_thread
+from xllm_npu.memory.weight_contents import (
+    CheckpointFiles,
+    HostCopy,
+    HostMemoryShort,
+    WeightsChanged,
+    on_its_own_thread,
+)
 from xllm_npu.memory.weight_regions import WeightRegion
 
 CPU = torch.device("cpu")
@@ -127,13 +133,19 @@ def test_a_mapping_that_fails_half_way_is_undone(n):
 
 def test_a_copy_in_host_memory_comes_back_as_often_as_asked_for(weights, monkeypatch):
     monkeypatch.setattr("xllm_npu.memory.weight_regions.CHUNK_BYTES", 4096)
-    before, copy = weights.values(), HostCopy(False, lambda: None)
+    before, copy = weights.values(), HostCopy(False, lambda: None, lambda: weights.region.layout.size)
     copy.save(weights.region)
     for _ in range(2):
         weights.unmap()
         weights.map()
         copy.restore(weights.region)
         assert weights.values() == before
+
+
+def test_a_copy_that_the_host_has_no_room_for_is_refused(weights):
+    copy = HostCopy(False, lambda: None, lambda: weights.region.layout.size - 1)
+    with pytest.raises(HostMemoryShort, match="sleep at level 2"):
+        copy.save(weights.region)
 
 
 class Files:

@@ -14,6 +14,7 @@ from typing import Any
 from xllm_models.weight_memory import WeightLayout, allocating_in
 from xllm_models.weights.source import open_source
 from xllm_platform.base import OutOfMemoryError, Platform
+from xllm_platform.cpu.device import CpuPlatform
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.model_loader import LoadError, load_model_weights
@@ -97,4 +98,5 @@ def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: Check
         memory.exporter = WeightExporter(rank.weights, memory, capabilities.shared_pages)
     memory.residency = WorkerResidency(memory, SleepOptions(
         loader=loader, host_copy=not capabilities.shared_memory, pinned=capabilities.pinned_memory,
-        empty_cache=platform.empty_cache, empty_host_cache=platform.empty_host_cache))
+        empty_cache=platform.empty_cache, empty_host_cache=platform.empty_host_cache,
+        host_room=lambda: CpuPlatform().memory_info().free // rank.ranks_here))

@@ -47,14 +47,23 @@ class KeptContents(Protocol):
         ...
 
 
+class HostMemoryShort(RuntimeError):
+    """The host has no room for a copy of the weights; the message says how much there is."""
+
+
 class HostCopy:
-    def __init__(self, pinned: bool, synchronize: Callable[[], None]) -> None:
-        self._pinned, self._synchronize = pinned, synchronize
+    def __init__(self, pinned: bool, synchronize: Callable[[], None], room: Callable[[], int]) -> None:
+        """`room`: bytes of host memory that this worker may take now."""
+        self._pinned, self._synchronize, self._room = pinned, synchronize, room
         self._chunks: list[torch.Tensor] = []
 
     def save(self, region: WeightRegion) -> None:
         import torch
 
+        room = self._room()
+        if region.layout.size > room:  # the system would end a process that took more
+            raise HostMemoryShort(f"A copy of the weights takes {region.layout.size:,} bytes of host memory, and "
+                                  f"{room:,} may be had: free some, or sleep at level 2.")
         for chunk in region.chunks():
             kept = torch.empty(chunk.shape, dtype=torch.uint8, pin_memory=self._pinned)
             kept.copy_(chunk, non_blocking=self._pinned)
@@ -94,11 +103,12 @@ class SleepOptions:
     host_copy: bool  # whether the host has memory that is not the device's
     pinned: bool
     empty_cache: Callable[[], None]  # of the device's caching allocator
+    host_room: Callable[[], int] = lambda: 2**62  # bytes that a copy may take
     empty_host_cache: Callable[[], None] = lambda: None  # of that of pinned memory
 
     def contents(self, level: int, synchronize: Callable[[], None]) -> KeptContents:
         if level == 1 and self.host_copy:
-            return HostCopy(self.pinned, synchronize)
+            return HostCopy(self.pinned, synchronize, self.host_room)
         return CheckpointFiles(self.loader, synchronize, unchanged=level == 1)
 
 

@@ -162,6 +162,7 @@ class WorkerResidency:
         with r.exclusive(), undoing("A wake-up"):
             if self._saved is not None and self._saved[0] == transaction:
                 self._saved = None
+                self._options.empty_host_cache()
             wake = self._wake_up
             if wake is None or wake.transaction != transaction:
                 return
