@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from xllm_models.hub import resolve_model
 from xllm_models.llama import LlamaForCausalLM
 
 from tests.support.engine import run_engine
@@ -215,17 +216,74 @@ def test_rule_22_one_ceiling_for_weights_and_kv_cache(tiny_dir):
         assert answer(loop, prompts())
 
 
+@pytest.fixture
+def made(monkeypatch) -> list[WorkerMemoryResources]:
+    """All that engines of the test make, in order."""
+    found: list[WorkerMemoryResources] = []
+    init = WorkerMemoryResources.__init__
+
+    def record(self, *arguments, **options):
+        init(self, *arguments, **options)
+        found.append(self)
+
+    monkeypatch.setattr(WorkerMemoryResources, "__init__", record)
+    return found
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cache only", "none"])
+def test_rules_5_6_7_and_20_who_uses_pages_is_who_was_asked_to(tiny_dir, made, kind):
+    settings = {"cache only": {"enable_vmm_kvcache": True, "phy_page_granularity_size": 16384}, "none": {}, **KINDS}
+    with opened(tiny_dir, **settings[kind]) as loop:
+        cache = kind in ("elastic", "fixed", "cache only")
+        weights = kind in KINDS
+        assert len(made) == (cache or weights), "one pool for both"
+        assert [(one.weights is not None, one.has_kv) for one in made] == [(weights, cache)] * len(made)
+        assert loop.ready.elastic_kv_cache == (kind == "elastic")
+        for one in made:
+            one.check_integrity()
+
+
+def test_rules_5_and_30_weights_alone_leave_the_physical_cache_as_it_is(tiny_dir):
+    with opened(tiny_dir) as plain, opened(tiny_dir, **KINDS["weights only"]) as loop:
+        assert loop.ready.num_kv_blocks == plain.ready.num_kv_blocks
+        assert loop.ready.kv_cache_bytes == plain.ready.kv_cache_bytes
+
+
 def test_rule_50_weights_are_reserved_first(tiny_dir, monkeypatch):
     opened_first: list[str] = []
-    for name in ("open_weights", "open_kv"):
-        plain = getattr(WorkerMemoryResources, name)
-        monkeypatch.setattr(WorkerMemoryResources, name, lambda self, layout, plain=plain, name=name: (
-            opened_first.append(name), plain(self, layout))[1])
+    weights, cache = WorkerMemoryResources.open_weights, WorkerMemoryResources.open_kv
+    monkeypatch.setattr(WorkerMemoryResources, "open_weights",
+                        lambda *arguments: opened_first.append("weights") or weights(*arguments))
+    monkeypatch.setattr(WorkerMemoryResources, "open_kv",
+                        lambda *arguments: opened_first.append("cache") or cache(*arguments))
     run_engine(tiny_dir, [[40]], 2, **SMALL, **KINDS["elastic"])
-    assert opened_first == ["open_weights", "open_kv"]
+    assert opened_first == ["weights", "cache"]
 
 
 def test_nothing_is_left_of_an_engine_that_was_closed_asleep(tiny_dir):
     with opened(tiny_dir, **KINDS["elastic"]) as loop:
         suspend(loop, 1)
     assert "xllm-npu-pages" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_real_model_gives_back_what_it_takes_and_comes_back_bit_exact():
+    """SmolLM2 in float32, half a gigabyte of weights."""
+    model = resolve_model("smollm2").path
+    asked = [list(range(100, 140)), list(range(500, 700)), [5, 6, 7]]
+    sizes = {"max_cache_size": "1200MiB", "max_model_len": 1024, "block_size": 128,
+             "phy_page_granularity_size": 2 * 2**20}
+    expected = run_engine(model, asked, 16, **{**SMALL, **sizes, "max_cache_size": "200MiB"})[0]
+    with opened(model, **{**KINDS["elastic"], **sizes}) as loop:
+        assert answer(loop, asked, 16) == expected
+        before = engine_of(loop).weights_hash()
+        for level in (1, 2):
+            awake = resident("rss")
+            freed = suspend(loop, level)
+            assert freed > 500 * 2**20
+            assert awake - resident("rss") > 0.99 * freed
+            resume(loop)
+            assert resident("rss") - awake < 0.01 * freed
+            assert engine_of(loop).weights_hash() == before
+            assert answer(loop, asked, 16) == expected

@@ -14,6 +14,7 @@ from xllm_models.weights.source import open_source
 
 from tests.support.paged_model import PagedModel
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
+from tests.xllm_models.test_gguf import write_gguf
 
 
 class Block:
@@ -53,7 +54,7 @@ def planned(directory: Path, dtype: torch.dtype = torch.float32) -> WeightLayout
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_all_weights_lie_in_the_memory_given_plain_and_can_be_loaded_again(tmp_path, architecture, dtype):
+def test_rule_3_all_weights_lie_in_the_memory_given_plain_and_can_be_loaded_again(tmp_path, architecture, dtype):
     tied = architecture in ("llama", "gemma3")
     directory = make_tiny_model(tmp_path / "m", architecture, tie_word_embeddings=tied)
     layout = planned(directory, dtype)
@@ -73,6 +74,16 @@ def test_all_weights_lie_in_the_memory_given_plain_and_can_be_loaded_again(tmp_p
         model.allocate_weights()
         load_weights(model, open_source(directory))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == addresses
+
+
+def test_quantized_gguf_files_are_loaded_again(tmp_path):
+    write_gguf(tmp_path / "m.gguf", quantized=True, tied=True)
+    memory = Block(planned(tmp_path / "m.gguf"))
+    model = loaded(tmp_path / "m.gguf", memory)
+    before = memory.memory.clone()
+    memory.memory.fill_(255)
+    load_weights(model, open_source(tmp_path / "m.gguf"))
+    assert torch.equal(memory.memory, before)
 
 
 def test_logits_are_those_of_packed_weights(tmp_path):

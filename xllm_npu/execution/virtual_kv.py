@@ -104,8 +104,8 @@ def plan_virtual_kv(
     if layout.num_pages < least or planned.num_blocks < 2:
         raise CacheTooSmall(
             f"A page of the KV cache takes {layout.total_page_bytes:,} bytes over all layers, and {budget:,} are "
-            "allowed: raise max_cache_size or max_memory_utilization, or lower block_size or "
-            "phy_page_granularity_size.")
+            f"allowed{'' if memory is None else ' beside the weights'}: raise max_cache_size or "
+            "max_memory_utilization, or lower block_size or phy_page_granularity_size.")
     return planned
 
 
