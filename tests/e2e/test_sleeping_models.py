@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from xllm_models.hub import resolve_model
 
 from tests.e2e.test_elastic_kv import resident
 from tests.support.server import DEADLINE, ENGINE, ServerProcess, poll
@@ -188,3 +189,29 @@ def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Pa
         pair.server.wait_ready()
         poll(lambda: pair.states() == ["awake", "sleeping"], "it sleeps again")
         assert pair.text("beta") == expected["beta", 5]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_twice_with_the_memory_of_one(tmp_path: Path):
+    """And a third time, as a fork that shares the weights of the second."""
+    directory = resolve_model("smollm2").path
+    flags = ("--dtype", "float32", "--served-model-name", "alpha,beta", "--max-model-len", "1024", "--max-cache-size",
+             "700MiB", "--phy-page-granularity-size", "256KiB", "--block-size", "128")
+    body = {"temperature": 0, "max_tokens": 10,
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
+    with both((directory, directory), tmp_path, *MAKING_ROOM, *flags) as pair:
+
+        def answer(name: str) -> str:
+            reply = pair.api.post("/v1/chat/completions", json={**body, "model": name}, timeout=200)
+            assert reply.status_code == 200, reply.text
+            return str(reply.json()["choices"][0]["message"]["content"])
+
+        for name, states in (("alpha", ["awake", "sleeping"]), ("beta", ["sleeping", "awake"]),
+                             ("alpha", ["awake", "sleeping"]), ("beta", ["sleeping", "awake"])):
+            assert answer(name) == "The capital of Japan is Tokyo."
+            assert pair.states() == states
+        fork = pair.admin.post("/fork_master", json={"model_id": "gamma", "model": "beta"}, timeout=200)
+        assert fork.status_code == 200, fork.text
+        assert answer("gamma") == answer("beta") == "The capital of Japan is Tokyo."
+        assert pair.states() == ["sleeping", "awake", "awake"]
