@@ -36,6 +36,14 @@ def test_rule_9_there_is_no_other_backend_than_that_of_language_models():
     assert "is not available in this version" in problems(enable_vmm_weights=True, vmm_elastic=True, backend="dit")
 
 
+def test_what_users_of_vllm_ask_for_to_sleep():
+    kv = load_settings(["m", "--enable-sleep-mode"]).kv_cache
+    assert (kv.enable_vmm_weights, kv.enable_vmm_kvcache, kv.vmm_elastic) == (True, True, False)
+    kv = load_settings(["m", "--enable-sleep-mode", "--vmm-elastic"]).kv_cache
+    assert (kv.enable_vmm_weights, kv.enable_vmm_kvcache, kv.vmm_elastic) == (True, True, True)
+    assert not settings_from_kwargs(model="m", enable_sleep_mode=False).kv_cache.enable_vmm_weights
+
+
 def test_rule_14_flags_override_json(tmp_path):
     file = tmp_path / "server.json"
     file.write_text(json.dumps({"enable_vmm_kvcache": True, "vmm_elastic": True, "vmm_memory_reserve_bytes": "1GiB"}))

@@ -39,7 +39,7 @@ def test_tokens_and_weights_after_each_level(model, kind, attention) -> None:  #
     assert live_bytes() == nothing
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_captured_graphs_find_their_weights_and_cache(model, architecture) -> None:  # noqa: F811
     """The same graphs, which hold addresses."""
     attention = "triton" if architecture == "deepseek_v3" else "npu"

@@ -49,6 +49,10 @@ def _mix_scheduler(value: Any) -> dict[str, Any]:
     return {"scheduling_policy": "unified"} if as_bool(value) else {}
 
 
+def _sleep_mode(value: Any) -> dict[str, Any]:
+    return {"enable_vmm_weights": True, "enable_vmm_kvcache": True} if as_bool(value) else {}
+
+
 def _devices(value: Any) -> dict[str, Any]:
     """'npu:0' is a platform and an index; the plural is older than one process a device."""
     kind, _, index = str(value).partition(":")
@@ -75,6 +79,7 @@ ALIASES: dict[str, Alias] = {
     "enable_prefix_caching": Alias("enable_prefix_cache", boolean=True),
     "async_scheduling": Alias("enable_schedule_overlap", boolean=True),
     "enforce_eager": _opposite("enable_graph"),
+    "enable_sleep_mode": Alias("enable_vmm_weights", boolean=True, convert=_sleep_mode),
     "cudagraph_capture_sizes": Alias("graph_batch_sizes"),
     "cuda_graph_sizes": Alias("graph_batch_sizes"),
     "seed": Alias("random_seed"),

@@ -92,7 +92,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_num_queued_reqs": ("",),
     "quantization": ("", "none"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
-    "max_lora_rank": ("", 16), "lora_modules": ("",), "enable_sleep_mode": (False,),
+    "max_lora_rank": ("", 16), "lora_modules": ("",),
     "enable_auto_tool_choice": (False,), "structured_outputs_config": ("",),
     "allowed_local_media_path": ("",),
     "allowed_media_domains": ("",), "limit_mm_per_prompt": ("",), "enable_prompt_tokens_details": (False,),
