@@ -85,6 +85,22 @@ async def test_a_beam_search_is_one_request(tiny_dir):
         await search.whole()
         assert search.tokens == alone.tokens
         await master.resume()
+        for mode in ("keep", "abort", "abort", "abort"):  # wherever it is between its parts
+            steps = metric(master, "engine_steps_total", engine="0")
+            search = Answer(master, prompt, 12, **beams)
+            await until(lambda at=steps: metric(master, "engine_steps_total", engine="0") > at + 2, "the search")
+            await master.pause(mode)
+            if mode == "keep":
+                await stands_still(master, search)
+                assert not search.done
+                await master.resume()
+                await search.whole()
+                assert search.tokens == alone.tokens
+            else:
+                await search.whole()
+                assert search.last is not None
+                assert "pauses, or goes to sleep" in (search.last.error or "")
+                await master.resume()
 
 
 async def test_data_parallel_ranks_pause_together(tiny_dir):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 
 import psutil
@@ -205,12 +206,13 @@ async def test_all_ranks_sleep(request, model, layout, children):
         await idle(master, children[0])
 
 
-async def test_a_death_while_it_sleeps(tiny_dir):
-    async with running_master(tiny_dir, **ELASTIC) as master:
+@pytest.mark.parametrize(("module", "layout"), [(ENGINE, {}), (WORKER, {"tp_size": 2})])
+async def test_a_death_while_it_sleeps(tiny_dir, module, layout):
+    async with running_master(tiny_dir, **ELASTIC, **layout) as master:
         kept = Answer(master, PROMPTS[0], 2000)
         await kept.begun()
         await master.sleep(1, "keep")
-        processes(ENGINE)[0].send_signal(signal.SIGKILL)
+        processes(module)[0].send_signal(signal.SIGKILL)
         await until(lambda: master.status is EngineStatus.DEAD, "the death")
         await kept.whole()
         assert kept.last is not None
@@ -220,6 +222,54 @@ async def test_a_death_while_it_sleeps(tiny_dir):
             with pytest.raises(ResidencyError) as gone:
                 await call
             assert gone.value.code in ("gone", "not_ready")
+
+
+async def test_the_end_of_a_server_that_sleeps(tiny_dir):
+    async with running_master(tiny_dir, **ELASTIC, tp_size=2) as master:
+        kept = Answer(master, PROMPTS[0], 2000)
+        await kept.begun()
+        await master.sleep(1, "keep")
+        waking = asyncio.create_task(master.wake())
+        await asyncio.sleep(0)
+    assert "shutting down" in (kept.last.error if kept.last is not None and kept.last.error else "")
+    await asyncio.gather(waking, return_exceptions=True)
+    await until(lambda: not processes(ENGINE) and not processes(WORKER), "the end of all processes", 15.0)
+
+
+@pytest.mark.parametrize(("model", "layout", "seed"), [
+    ("tiny_dir", {}, 1), ("tiny_dir", {"tp_size": 2}, 2), pytest.param("tiny_dir", {}, 3, marks=pytest.mark.slow),
+    pytest.param("experts_dir", {"dp_size": 2}, 4, marks=pytest.mark.slow)])
+async def test_any_order(request, model, layout, seed):
+    """Requests, clients that leave, pauses, sleep and wake-up, as they come; whoever stays gets its tokens."""
+    rng = random.Random(seed)
+    options = {**CROWDED, **ELASTIC, **layout, "max_cache_size": "200MiB"}
+    async with running_master(request.getfixturevalue(model), **options) as master:
+        expected = await undisturbed(master)
+        answers: list[tuple[int, Answer]] = []
+        left: list[Answer] = []
+        calls: list[asyncio.Task] = []
+        for turn in range(40):
+            if rng.random() < 0.5:
+                calls.append(asyncio.create_task(rng.choice((
+                    lambda: master.sleep(rng.choice((1, 2)), rng.choice(("keep", "keep", "wait"))),
+                    lambda: master.pause(rng.choice(("keep", "wait"))), master.resume,
+                    master.wake, lambda: master.wake([rng.choice(("weights", "kv_cache"))])))()))
+            if rng.random() < 0.7 and master.status is EngineStatus.READY:
+                which = rng.randrange(len(PROMPTS))
+                answers.append((which, Answer(master, PROMPTS[which], TOKENS, rng.choice(("", str(turn))))))
+            if answers and rng.random() < 0.15:
+                which, answer = answers.pop(rng.randrange(len(answers)))
+                left.append(answer)
+                await answer.leave()
+            await asyncio.sleep(rng.choice((0, 0.01, 0.05)))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {getattr(o, "code", type(o).__name__) for o in outcomes if o is not None} <= {"asleep"}
+        await master.wake()
+        await master.resume()
+        for which, answer in answers:
+            assert await answer.whole() == expected[which], which
+        await idle(master, layout.get("dp_size", 1))
+        await until(lambda: metric(master, "kv_cache_pages", engine="0", state="mapped") == 1, "the pinned page")
 
 
 async def test_a_restart_while_it_sleeps(tiny_dir):

@@ -109,17 +109,35 @@ class ResidentLauncher(FakeLauncher):
         return ResidentEngine(line, self.world)
 
 
+class FakeSearches:
+    def __init__(self) -> None:
+        self.none = asyncio.Event()
+        self.none.set()
+
+    def begin(self) -> None:
+        self.none.clear()
+
+    def end(self) -> None:
+        self.none.set()
+
+    @property
+    def searching(self) -> bool:
+        return not self.none.is_set()
+
+    async def wait_searched(self) -> None:
+        await self.none.wait()
+
+
 class Setup:
     def __init__(self, directory) -> None:
         self.directory, self.starts = directory, 0
         self.settings = settings_from_kwargs(model="m", dp_size=RANKS)
         self.world = World()
-        self.drained = asyncio.Event()
-        self.drained.set()
+        self.searches = FakeSearches()
         self.changes = 0
         self.transitions: list[tuple[str, str]] = []
         self.groups: list[EngineGroup] = []
-        self.model = ModelResidency(lambda: self.groups[-1], True, self.drained.wait, ResidencyEvents(
+        self.model = ModelResidency(lambda: self.groups[-1], True, self.searches, ResidencyEvents(
             self.on_change, lambda name, seconds, code: self.transitions.append((name, code))))
 
     def on_change(self) -> None:
@@ -177,7 +195,7 @@ async def test_all_pause_before_one_sleeps_and_all_wake_before_one_runs(setup):
     assert (setup.now, setup.states(), setup.model.state.tags) == ((AWAKE, 0), [(AWAKE, 0)] * 2, TAGS)
     assert setup.model.serves
     kinds = [line.split()[1] for line in setup.world.log]
-    assert kinds == [k for k in ("pause", "pause", "sleep", "wake", "resume") for _ in range(2)]  # wait asks twice
+    assert kinds == [k for k in ("pause", "sleep", "wake", "resume") for _ in range(2)]
     assert set(setup.model.state.last_seconds) == {"sleep", "wake"}
     assert setup.transitions == [("sleep", ""), ("wake", "")]
 
@@ -326,16 +344,19 @@ async def test_a_caller_that_leaves_ends_nothing(setup):
     assert setup.transitions == [("sleep", ""), ("wake", "")]
 
 
-async def test_searches_are_waited_for(setup):
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+async def test_searches_are_waited_for_or_ended(setup, mode):
+    """What they sent last is finished too, or ended; kept they may go on later."""
     await setup.start()
-    setup.drained.clear()
-    pausing = asyncio.create_task(setup.model.pause("wait"))
+    setup.searches.begin()
+    pausing = asyncio.create_task(setup.model.pause(mode))
     while await asyncio.wait_for(setup.world.heard.get(), 10) != "1 pause":
         pass
-    assert not (await asyncio.wait({pausing}, timeout=0.05))[0]
-    setup.drained.set()
+    if mode == "wait":
+        assert not (await asyncio.wait({pausing}, timeout=0.05))[0]
+        setup.searches.end()
     await asyncio.wait_for(pausing, 10)
-    assert len(setup.world.log) == 4, "the engines are asked again: what the searches sent last is finished too"
+    assert len(setup.world.log) == (2 if mode == "keep" else 4)
 
 
 @pytest.mark.parametrize("kind", ["pause", "sleep", "wake", "resume"])
@@ -402,7 +423,7 @@ async def test_arguments(setup):
         with pytest.raises(ResidencyError) as refused:
             await call()
         assert refused.value.code == "invalid"
-    cannot = ModelResidency(lambda: setup.groups[-1], False, setup.drained.wait, ResidencyEvents(
+    cannot = ModelResidency(lambda: setup.groups[-1], False, setup.searches, ResidencyEvents(
         lambda: None, lambda *_: None))
     cannot.ready = True
     with pytest.raises(ResidencyError, match="--enable-vmm-weights") as refused:

@@ -65,6 +65,10 @@ class BeamSearches:
         self._end(search)
         search.close()
 
+    @property
+    def searching(self) -> bool:
+        return bool(self._searching)
+
     async def wait_searched(self) -> None:
         """Until none needs the engines any more."""
         await self._idle.wait()

@@ -87,6 +87,11 @@ class DpRouter:
     def on_figures(self, rank: int, free_blocks: int) -> None:
         self._ranks[rank].free_blocks = free_blocks
 
+    def forget_prefixes(self) -> None:
+        """The ranks' caches are empty."""
+        for rank in self._ranks:
+            rank.sent.clear()
+
     def end(self, request_id: int) -> None:
         """The request is over, however it ended. Harmless for one that is not open."""
         self.on_first_token(request_id)

@@ -33,6 +33,7 @@ from xllm_npu.state.messages import (
     Residency,
     ResidencyMessage,
     Resume,
+    Sleep,
     StepOutputs,
     StepTogether,
 )
@@ -153,6 +154,8 @@ class EngineGroup:
         chosen = range(len(self._clients)) if ranks is None else ranks
         if self._over or not self.alive:
             raise EnginesGone("The engine process has ended.")
+        if isinstance(message, Sleep) and self._router is not None:
+            self._router.forget_prefixes()
         loop = asyncio.get_running_loop()
         self._asking = {rank: loop.create_future() for rank in chosen}
         try:

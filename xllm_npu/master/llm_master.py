@@ -98,7 +98,7 @@ class LLMMaster:
         self._searches = BeamSearches(self._search_to_text)
         self._memory = MemoryReport()
         self._residency = ModelResidency(
-            lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches.wait_searched,
+            lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches,
             ResidencyEvents(self._on_residency, self.metrics.on_transition))
         self._restoring: asyncio.Task[None] | None = None
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from xllm_npu.master.engine_group import EngineGroup, EnginesGone
 from xllm_npu.master.residency_error import ResidencyError, check_can_sleep, check_level, check_mode, check_tags
@@ -48,15 +49,23 @@ class ResidencyEvents:
     on_transition: Callable[[str, float, str], object]  # name, seconds, error code or ""
 
 
+class Searches(Protocol):
+    """Requests of several parts, which engines cannot know to be unfinished."""
+
+    @property
+    def searching(self) -> bool: ...
+
+    async def wait_searched(self) -> None:
+        """Until there are none."""
+        ...
+
+
 class ModelResidency:
     def __init__(
-        self, engines: Callable[[], EngineGroup], can_sleep: bool, drained: Callable[[], Awaitable[None]],
-        events: ResidencyEvents,
+        self, engines: Callable[[], EngineGroup], can_sleep: bool, searches: Searches, events: ResidencyEvents
     ) -> None:
-        """`engines`: those that serve now. `can_sleep`: settings let their memory go. `drained` waits for requests of
-        several parts that engines cannot know to be unfinished.
-        """
-        self._engines, self._can_sleep, self._drained, self._events = engines, can_sleep, drained, events
+        """`engines`: those that serve now. `can_sleep`: settings let their memory go."""
+        self._engines, self._can_sleep, self._searches, self._events = engines, can_sleep, searches, events
         self.state = ResidencyState(since=time.time())
         self.ready = False  # the engines have loaded
         self._wanted: Sleep | Pause | None = None  # what holds, for engines that replace these
@@ -156,9 +165,12 @@ class ModelResidency:
         if self.state.state == SLEEPING and mode != "abort":
             return  # nothing could finish now: those that are open stay
         self._accept(await self._engines().ask(Pause(mode)))
+        if mode == "keep" or not self._searches.searching:
+            return
         if mode == "wait":
-            await self._drained()
-            self._accept(await self._engines().ask(Pause(mode)))
+            await self._searches.wait_searched()
+        # What searches sent when they heard of the last step before the pause is finished too, or ended.
+        self._accept(await self._engines().ask(Pause(mode)))
 
     async def _resume(self) -> None:
         if self.state.state == SLEEPING:

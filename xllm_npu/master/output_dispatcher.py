@@ -34,6 +34,8 @@ from xllm_npu.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 PLAIN_ERROR = "The server failed to generate this request."
+# Why a probe has measured nothing.
+ENDINGS = {FINISH_ERROR: PLAIN_ERROR, FINISH_ABORT: "The request was ended: the model pauses, or goes to sleep."}
 
 Sink = Callable[[RequestOutput], None]
 ProbeSink = Callable[["ProbeResult"], None]
@@ -184,7 +186,7 @@ class OutputDispatcher:
                 self._deliver(entry)
         if self._probes:
             for end in outputs.finished:
-                error = end.message or PLAIN_ERROR if end.reason == FINISH_ERROR else None
+                error = end.message or ENDINGS[end.reason] if end.reason in ENDINGS else None
                 self._end_probe(end.key // SEQUENCES_PER_REQUEST, outputs.logprobs.get(end.key), error)
 
     def _end_probe(self, request_id: int, logprobs: Logprobs | None, error: str | None) -> None:
