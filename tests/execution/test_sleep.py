@@ -19,6 +19,7 @@ from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.engine import SleepUnavailable
 from xllm_npu.execution.model_loader import LoadError
+from xllm_npu.execution.warm_up import warm_up_step
 from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
@@ -214,6 +215,16 @@ def test_rule_22_one_ceiling_for_weights_and_kv_cache(tiny_dir):
         stats, layout = pool.page_stats(), pool.layout
         assert (stats.mapped + stats.free) * layout.total_page_bytes <= 350_000
         assert answer(loop, prompts())
+
+
+def test_a_step_of_an_engine_that_sleeps_is_an_error_and_no_crash(tiny_dir):
+    with opened(tiny_dir, **KINDS["fixed"]) as loop:
+        for tags in ((), ("weights",)):
+            suspend(loop, 2)
+            engine_of(loop).wake(tags)
+            with pytest.raises(RuntimeError, match="sleeps"):
+                engine_of(loop).send(warm_up_step(True, 0, 1, 1))
+        resume(loop)
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ class Engine:
         self.send(message)
 
     def send(self, step: StepInput) -> None:
+        if self.memory is not None and not self.memory.is_awake:  # it would touch what is not mapped
+            raise RuntimeError("The engine sleeps and cannot run a step.")
         if self._others is not None:
             self._others.send(step)
         self._worker.send(step)

@@ -107,6 +107,10 @@ class DistributedVirtualMemoryCoordinator:
 
     # Sleep and wake-up
 
+    @property
+    def is_awake(self) -> bool:
+        return self.awake == TAGS
+
     def sleep(self, level: int) -> int:
         """Give back weights and KV cache on all workers; bytes in all. Only what is at rest of the KV cache is mapped.
 

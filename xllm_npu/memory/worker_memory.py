@@ -17,7 +17,8 @@ Verb = Literal[
     "growable", "prepare", "commit", "abort", "unmap",  # growth of the KV cache
     "weight_pages", "weights_hash", "prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake", "finish_wake",
 ]  # fmt: skip
-LONG_VERBS = frozenset(("weights_hash", "prepare_sleep", "commit_sleep", "commit_wake"))  # they move all weights
+LONG_VERBS = frozenset((  # they move all weights, or take their memory, which a CPU clears
+    "weights_hash", "prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake"))
 
 
 class MemoryCall(msgspec.Struct, array_like=True, kw_only=True):

@@ -59,7 +59,11 @@ class WorkerResidency:
                 return
             r.synchronize()
             contents = self._options.contents(level, r.synchronize)
-            on_its_own_thread(r.on_device(lambda: contents.save(self._weights)))
+            try:
+                on_its_own_thread(r.on_device(lambda: contents.save(self._weights)))
+            except BaseException:
+                self._options.empty_host_cache()
+                raise
             self._saved = transaction, contents
 
     def commit_sleep(self, transaction: int) -> int:
