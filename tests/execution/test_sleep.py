@@ -13,6 +13,7 @@ from xllm_models.hub import resolve_model
 from xllm_models.llama import LlamaForCausalLM
 
 from tests.support.engine import run_engine
+from tests.support.hf_model import make_hf_model
 from tests.support.sleeping import KINDS, SMALL, answer, engine_of, opened, prompts, resume, suspend
 from tests.support.tiny_model import make_tiny_model
 from xllm_npu.config.errors import SettingsError
@@ -182,7 +183,9 @@ def test_fifty_cycles_are_bit_exact_and_nothing_grows(tmp_path):
         assert last[2:] == first[2:]
 
 
-def test_transformers_code_is_refused(tiny_dir):
+def test_transformers_code_is_refused(tiny_dir, tmp_path):
+    with pytest.raises(LoadError, match="turn enable_vmm_weights off"):  # chosen for want of another
+        run_engine(make_hf_model(tmp_path / "m", "gpt2"), [[40]], 2, **SMALL, **KINDS["elastic"])
     with pytest.raises(SettingsError, match="allocates its weights itself"):
         settings_from_kwargs(model=str(tiny_dir), **KINDS["elastic"], model_impl="transformers")
 
