@@ -66,6 +66,7 @@ def test_an_entry_wins_over_what_is_set_for_all(tmp_path):
         ({}, "a a", "Two models would be called a: give each"),
         ({}, "a b", "The model a shares its device with another, so its KV cache needs a size: set --max-cache-size"),
         ({}, "a b --platform cpu", "needs a size"),
+        ({}, "a b --enable-vmm-weights --vmm-elastic", "needs a size"),
         ({}, "a b --served-model-name x", "--served-model-name gives 1 names to 2 models: it takes one for each"),
         ({}, "a b --served-model-name x,x", "Two models would be called x"),
         ({}, "a b --model-id x", "Two models would be called x"),

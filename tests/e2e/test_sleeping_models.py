@@ -52,6 +52,11 @@ class Pair:
         assert reply.status_code == 200, reply.text
         return str(reply.json()["choices"][0]["text"])
 
+    def weight_bytes(self, model: int) -> int:
+        """Mapped, as the status says."""
+        info = self.admin.get("/status").json()["models"][model]["virtual_memory_info"]
+        return int(info["owners"]["weights"]["bytes"])
+
     def do(self, path: str) -> None:
         reply = self.admin.post(path)
         assert reply.status_code == 200, reply.text
@@ -110,6 +115,8 @@ def test_a_sleeping_model_gives_memory_back_and_refuses(roomy: Pair, expected, l
     awake = roomy.shared_bytes()
     roomy.do(f"/sleep?model=alpha&level={level}")
     assert awake - roomy.shared_bytes() > 0.95 * WEIGHT_BYTES
+    assert roomy.weight_bytes(0) == 0
+    assert roomy.weight_bytes(1) > WEIGHT_BYTES
     refused = roomy.ask("alpha")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_sleeping")
     assert "retry-after" in refused.headers

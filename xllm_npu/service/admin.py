@@ -261,7 +261,7 @@ def _status_of(model: ServedModel) -> ModelStatus:
         state=state.state, level=state.level, tags=list(state.tags), since=state.since, transition=state.transition,
         last_seconds=state.last_seconds, freed_bytes=state.freed_bytes, requests=model.in_flight,
         idle_seconds=0.0 if model.in_flight else round(time.monotonic() - model.last_use, 3),
-        virtual_memory_info=getattr(master, "virtual_memory_info", dict)())
+        virtual_memory_info=master.virtual_memory_info())
 
 
 def _json(body: msgspec.Struct) -> Response:
