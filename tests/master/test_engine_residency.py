@@ -12,7 +12,7 @@ from tests.support.scheduler_driver import Driver, add_request
 from tests.support.scripted_worker import expected_output
 from tests.support.sleepy_memory import SleepyMemory
 from xllm_npu.master.engine_residency import EngineResidency
-from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE
+from xllm_npu.state.kv_cache.page_allocator import PINNED_PAGE, PageGrowthRefused
 from xllm_npu.state.messages import (
     AWAKE,
     FINISH_ABORT,
@@ -242,6 +242,24 @@ def test_weights_that_are_dropped_stay_so_until_they_wake(woken, level):
     engine.wake()
     engine.finish()
     assert engine.driver.output(0) == expected
+
+
+@pytest.mark.parametrize(("reason", "said"), [("memory", "memory"), ("ledger", "memory"), ("weights", "failed"),
+                                              ("worker", "failed")])
+def test_only_a_want_of_memory_is_called_one(monkeypatch, reason, said):
+    """For that other models are put to sleep; it would not bring files back that have changed."""
+    engine = Engine()
+    engine.change(Sleep(1, "abort"))
+
+    def refuse(tags):
+        raise PageGrowthRefused(reason, "As the test says.")
+
+    monkeypatch.setattr(engine.memory, "wake", refuse)
+    answer = engine.change(Wake([]))
+    assert (answer.state, answer.reason, answer.error) == (SLEEPING, said, "As the test says.")
+    monkeypatch.undo()
+    engine.wake()
+    engine.finish()
 
 
 def test_a_stalled_request_does_not_run_out_of_time_in_a_pause(monkeypatch):

@@ -15,7 +15,7 @@ from typing import Protocol
 from xllm_npu.execution.engine import SleepUnavailable
 from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.scheduling.scheduler import Scheduler
-from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+from xllm_npu.state.kv_cache.page_allocator import NOT_FOR_MEMORY, PageGrowthRefused
 from xllm_npu.state.messages import (
     AWAKE,
     KV_CACHE_TAG,
@@ -90,7 +90,8 @@ class EngineResidency:
         except Refused as refusal:
             answer.error, answer.reason = str(refusal), refusal.reason
         except PageGrowthRefused as refusal:
-            answer.error, answer.reason = str(refusal), "memory"
+            memory = refusal.reason not in NOT_FOR_MEMORY
+            answer.error, answer.reason = str(refusal), "memory" if memory else "failed"
         answer.state, answer.level = self.state, self.level
         answer.tags = [tag for tag in TAGS if tag in self._awake]
         answer.seconds = time.monotonic() - since

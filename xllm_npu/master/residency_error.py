@@ -15,7 +15,7 @@ class ResidencyError(RuntimeError):
 
     `code`: "invalid" an argument; "unsupported" by these settings; "asleep" where it would have to be awake;
     "not_ready" the model is not loaded; "memory" there is not enough of it now; "failed" a worker could not keep its
-    weights; "gone" the engines have ended.
+    weights or get them back; "gone" the engines have ended.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -25,8 +25,13 @@ LEAST_RESERVED, MOST_RESERVED = 8, 32  # pages; small caches keep fewer
 RETRY_SECONDS = 2.0  # after growth was refused, the reserve is not filled for so long, unless pages come back
 
 
+NOT_FOR_MEMORY = frozenset(("worker", "weights"))  # reasons that more memory would not have changed
+
+
 class PageGrowthRefused(RuntimeError):
-    """There is no page now. `reason` is one word: virtual, ledger, ceiling, memory, driver, frozen."""
+    """There is no page now. `reason` is one word: virtual, ledger, ceiling, memory, driver, frozen; worker, where one
+    failed otherwise; weights, where those that were to wake could not be filled.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
