@@ -159,8 +159,9 @@ def _overview() -> str:
 def _verb_help(name: str, verb: Verb) -> str:
     own = help_text.section_help(verb.options).replace("--json-output", "--json") + "\n"
     body = help_text.settings_help(verb.sections)
+    models = "[MODEL ...]" if verb.several_models else "[MODEL]"
     return (
-        f"Usage: {PROGRAM} {name} [MODEL{' ...' if verb.several_models else ''}] [FLAGS]\n\n{verb.summary}.\n\n{help_text.SPELLING_NOTES}\n\n"
+        f"Usage: {PROGRAM} {name} {models} [FLAGS]\n\n{verb.summary}.\n\n{help_text.SPELLING_NOTES}\n\n"
         f"{own if verb.options.model_fields else ''}{body}"
     )
 

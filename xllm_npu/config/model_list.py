@@ -93,7 +93,8 @@ def _sizes(models: Sequence[Settings]) -> Iterator[str]:
     """A share of the memory that is free would be all of it for the model that comes first."""
     for index, settings in enumerate(models):
         kv, others = settings.kv_cache, [*models[:index], *models[index + 1 :]]
-        if kv.max_cache_size or (kv.enable_vmm_kvcache and kv.vmm_elastic) or not any(share_a_device(settings, other) for other in others):
+        elastic = kv.enable_vmm_kvcache and kv.vmm_elastic
+        if kv.max_cache_size or elastic or not any(share_a_device(settings, other) for other in others):
             continue
         name = served_model_names(settings)[0]
         yield (f"The model {name} shares its device with another, so its KV cache needs a size: set --max-cache-size, "
