@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from xllm_platform.base import PlatformError
 
-from tests.memory import test_sleep_transactions
 from tests.memory.test_transactions import LAYOUT, Workers, offsets
+from tests.support import sleeping_workers
 from tests.support.book_driver import fail_nth
 from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator, SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
@@ -115,9 +115,9 @@ def test_a_process_that_was_killed_is_noticed_while_waiting(tmp_path):
 
 
 @pytest.fixture
-def sleepers(tmp_path: Path) -> Iterator[test_sleep_transactions.Workers]:
+def sleepers(tmp_path: Path) -> Iterator[sleeping_workers.Workers]:
     """Two workers with weights, the second behind a socket."""
-    workers = test_sleep_transactions.Workers()
+    workers = sleeping_workers.Workers()
     endpoint = f"ipc://{tmp_path}/memory"
     server = WorkerMemoryRpcServer(endpoint, workers.resources[1])
     client = WorkerMemoryRpcClient(endpoint, 1, lambda: None)

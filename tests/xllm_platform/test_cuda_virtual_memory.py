@@ -9,7 +9,7 @@ from xllm_platform.base import OutOfMemoryError, PlatformError
 from xllm_platform.cuda import virtual_memory
 from xllm_platform.cuda.virtual_memory import CudaVirtualMemory
 
-from tests.memory import test_sleep_transactions
+from tests.support import sleeping_workers
 from tests.support.fake_cuda_driver import GRANULE, FakeCudaDriver
 from tests.support.memory_driver_contract import WRONG
 from xllm_npu.memory.worker_residency import WorkerResidency
@@ -84,9 +84,9 @@ def test_without_the_bindings_it_is_said_what_to_install(monkeypatch):
 
 def test_weights_that_sleep_keep_their_addresses_and_give_back_all_pages(fake):
     """A worker's whole sleep and wake-up in calls of the driver; contents are none of its business here."""
-    workers = test_sleep_transactions.Model()
+    workers = sleeping_workers.Model()
     memory = WorkerMemoryResources(CudaVirtualMemory(0), None, None, lambda: None, page_bytes=GRANULE)
-    memory.open_weights(test_sleep_transactions.layout_of(3 * GRANULE - 1))
+    memory.open_weights(sleeping_workers.layout_of(3 * GRANULE - 1))
     residency = memory.residency = WorkerResidency(memory, workers)
     before = dict(fake.mapped), dict(fake.ranges), set(fake.accessible)
     assert len(fake.pages) == len(fake.accessible) == 3
