@@ -90,7 +90,7 @@ async def test_kept_requests_go_on(tiny_dir, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_virtual_memory_info(tiny_dir, kind):
+async def test_rule_57_virtual_memory_info(tiny_dir, kind):
     async with running_master(tiny_dir, **KINDS[kind], dp_size=2) as master:
         def owner(name: str) -> dict[str, int]:
             return master.virtual_memory_info()["owners"][name]

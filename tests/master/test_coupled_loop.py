@@ -110,9 +110,11 @@ class RankMemory(Engine):
 
 
 class FakeChannel:
-    def __init__(self) -> None:
+    def __init__(self, worker: MeetingWorker) -> None:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.sent: list = []
+        self.worker = worker
+        self.steps_at_answer = 0
 
     def receive(self, wait):
         try:
@@ -121,6 +123,8 @@ class FakeChannel:
             return None
 
     def send(self, message):
+        if isinstance(message, Residency):
+            self.steps_at_answer = self.worker.steps
         self.sent.append(message)
 
 
@@ -135,7 +139,7 @@ class Ranks:
         self.undelivered: list[list] = [[] for _ in range(size)]
         barrier, board = threading.Barrier(size), [None] * size
         self.workers = [MeetingWorker(rank, barrier, board) for rank in range(size)]
-        self.channels = [FakeChannel() for _ in range(size)]
+        self.channels = [FakeChannel(worker) for worker in self.workers]
         self.failures: list[BaseException] = []
         self.loops = [self._loop(rank, f"ipc://{directory}/agreement", overlap) for rank in range(size)]
         self.threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
@@ -324,6 +328,7 @@ def test_ranks_pause_and_sleep_together(tmp_path, overlap, seed):
                     ranks.deliver(rank, rng.randrange(1, 4))
         mode = rng.choice(("keep", "keep", "wait"))
         assert {a.state for a in ranks.ask(Pause(mode))} == {PAUSED}
+        assert [c.steps_at_answer for c in ranks.channels] == [w.steps for w in ranks.workers], "it paused later"
         if mode == "wait":
             assert len(ranks.outputs()[1]) == ranks.total - ranks.resumes
         steps = [w.steps for w in ranks.workers]

@@ -153,6 +153,14 @@ def test_prompts_that_are_not_cached_are_not_known():
     assert r.place(make([*TEXT, 1, 2], prompt_logprobs=1)) == 1
 
 
+def test_prefixes_that_ranks_forgot_decide_nothing():
+    r, make = seeded()
+    r.forget_prefixes()
+    r._turn = 1
+    assert r.place(make([*TEXT, 1, 2])) == 1
+    r.check_integrity()
+
+
 def test_the_longest_match_wins_and_equal_ones_go_to_the_emptier():
     r, make = router(1000, 1000, 1000, affinity=HALF), Requests()
     assert [r.place(make(TEXT[:count])) for count in (8, 28)] == [0, 1]

@@ -131,7 +131,7 @@ def test_no_prefix_from_before_the_sleep_is_found():
     assert engine.scheduler.running.blocks.prefix.stats.hits == hits
 
 
-def test_sleep_waits_for_the_page_that_is_being_mapped_ahead():
+def test_rule_52_sleep_waits_for_the_page_that_is_being_mapped_ahead():
     engine = Engine(preallocate=True)
     mapping, go_on = threading.Event(), threading.Event()
     pages = engine.pool_arguments["pool"].pages

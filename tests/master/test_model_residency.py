@@ -185,7 +185,7 @@ async def setup(tmp_path):
         assert engine.failure is None, engine.failure
 
 
-async def test_all_pause_before_one_sleeps_and_all_wake_before_one_runs(setup):
+async def test_rule_67_all_pause_before_one_sleeps_and_all_wake_before_one_runs(setup):
     await setup.start()
     await setup.model.sleep(1, "wait")
     assert (setup.now, setup.model.state.tags, setup.model.state.freed_bytes) == ((SLEEPING, 1), (), 200)
