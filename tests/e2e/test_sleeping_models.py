@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import threading
@@ -186,6 +187,39 @@ def test_a_long_request_gets_the_memory_of_an_idle_model(models, expected, tmp_p
             assert pair.states() == ["awake", "awake"]
             assert pair.text(name, LONG) == expected[name, LONG]
             assert pair.states() == states
+
+
+def test_done_when_5_requests_that_leave_and_operators_that_interfere(models, expected, tmp_path: Path):
+    """All at once, in an order that a seed gives: nothing hangs, nothing is left, and what is whole is right."""
+    draw = random.Random(0)
+    with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", "16MiB") as pair:
+
+        def act(kind: str, name: str, tokens: int, option: str) -> None:
+            if kind == "leave":
+                body = {"model": name, "prompt": [65] * tokens, "max_tokens": 200, "ignore_eos": True, "stream": True}
+                with pair.api.stream("POST", "/v1/completions", json=body) as stream:
+                    if stream.status_code == 200:
+                        next(stream.iter_lines())
+            elif kind == "ask":
+                reply = pair.ask(name, tokens)
+                if reply.status_code == 503:  # an operator was faster
+                    assert reply.json()["error"]["code"] in ("model_sleeping", "insufficient_memory"), reply.text
+                elif (choice := reply.json()["choices"][0])["finish_reason"] != "abort":
+                    assert choice["text"] == expected[name, tokens]
+            else:
+                reply = pair.admin.post(f"/{kind}?model={name}&{option}")
+                assert reply.status_code in (200, 503), reply.text  # 503: the other one works and needs its memory
+
+        with ThreadPoolExecutor(8) as pool:
+            kinds = ["ask"] * 6 + ["leave"] * 2 + ["sleep", "wake_up"]
+            actions = [pool.submit(act, draw.choice(kinds), draw.choice(["alpha", "beta"]), draw.choice([5, 6, LONG]),
+                                   f"mode={draw.choice(['abort', 'wait', 'keep'])}") for _ in range(80)]
+            for action in actions:
+                action.result(120)
+        for name in ("alpha", "beta"):
+            assert pair.text(name) == expected[name, 5]
+        poll(lambda: [m["requests"] for m in pair.admin.get("/status").json()["models"]] == [0, 0], "no request")
+        pair.server.wait_idle()
 
 
 def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Path):

@@ -145,6 +145,7 @@ class FakeMaster:
         self.submitted_one = asyncio.Event()
         self.aborted_one = asyncio.Event()
         self.healthy = True
+        self.host_has_room = True  # for a copy of the weights
         self.stalled = self.lacked_memory = False
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -153,6 +154,8 @@ class FakeMaster:
         if level not in (1, 2) or mode not in ("abort", "wait", "keep"):
             raise ResidencyError("invalid", f"level {level} or mode {mode} is unknown.")
         self.transitions.append(("sleep", level, mode))
+        if level == 1 and not self.host_has_room:
+            raise ResidencyError("memory", "The host has no room.")
         self.memory.awake.discard(self)
         self.status = EngineStatus.SLEEPING
         self.residency = ResidencyState(SLEEPING, level, (), last_seconds={"sleep": 0.5}, freed_bytes=7)

@@ -102,6 +102,7 @@ async def test_again_changes_nothing():
         ("/fork_master", b"{}", (400, None, "model_id")),
         ("/fork_master", b'{"model_id": "f", "model_path": "/else"}', (400, None, "model_path")),
         ("/fork_master", b'{"model_id": "f", "remote_addrs": ["10.0.0.1:1"]}', (400, None, "remote_addrs")),
+        ("/fork_master", b'{"model_id": "f", "dp_size": 2}', (400, None, "dp_size")),
         ("/nothing", b"", (404, "unknown_url", None)),
     ],
 )
@@ -157,7 +158,8 @@ async def test_status():
 async def test_a_fork_is_served_under_its_name():
     master = FakeMaster()
     async with admin_of(master) as (client, models):
-        body = {"model_id": "f", "model_path": "smollm2", "master_status": "WAKEUP", "remote_addrs": []}
+        body = {"model_id": "f", "model_path": "smollm2", "master_status": "WAKEUP", "remote_addrs": [],
+                "nnodes": 1, "dp_size": 0}
         for _ in range(2):
             assert (await client.post("/fork_master", json=body)).status_code == 200
         assert [model.name for model in models] == ["a", "f"]

@@ -169,6 +169,33 @@ async def test_two_models_serve_alternately():
     assert len(first.requests) + len(second.requests) == 7
 
 
+async def test_weights_that_the_host_has_no_room_for_are_dropped():
+    first, second = pair()
+    first.host_has_room = False
+    async with client_of(first, second, auto_wakeup=True, evict_idle_models=True) as client:
+        assert (await client.post(CHAT, json=body("b"))).status_code == 200
+    assert first.transitions == [("sleep", 1, "wait"), ("sleep", 2, "wait")]
+
+
+async def test_a_model_that_stands_still_gets_the_memory_of_one_that_idles():
+    memory = FakeMemory()
+    needy, idle = FakeMaster(memory=memory), FakeMaster(memory=memory)
+    models = set_of(needy, idle)
+    watch = asyncio.create_task(coordinator(models, make_settings(evict_idle_models=True).service).watch())
+    try:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert idle.transitions == []
+        needy.stalled = True
+        with models.first.in_use():
+            async with asyncio.timeout(20):
+                while not idle.transitions:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert (needy.transitions, idle.transitions) == ([], [("sleep", 1, "wait")])
+    finally:
+        watch.cancel()
+
+
 async def test_one_that_works_finishes_and_those_that_come_for_it_wait():
     first, second = pair()
     gate = asyncio.Event()

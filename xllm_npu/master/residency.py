@@ -161,8 +161,14 @@ class ResidencyCoordinator:
         try:
             while victim.in_flight:
                 await victim.idle.wait()
-            if _holds_memory(victim):
+            if not _holds_memory(victim):
+                return
+            try:
                 await victim.master.sleep(1, "wait")
+            except ResidencyError as error:
+                if error.code != "memory":
+                    raise
+                await victim.master.sleep(2, "wait")  # the host has no room for its weights: they are loaded again
         finally:
             self._victim = None
             self._room_made.set()

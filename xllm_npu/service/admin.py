@@ -146,8 +146,9 @@ class AdminRoutes:
             if call.given(name):
                 raise InvalidParameter(name, f"{name} is not available in this version: a fork shares the weights of "
                                        "a model of this server.")
-        level = call.sleep_level(0)
-        await _answered(self._fork(call.fork_source(), new_name, level))
+        source, level = call.fork_source(), call.sleep_level(0)
+        call.check_shape(source)
+        await _answered(self._fork(source, new_name, level))
         return Response(status_code=200)
 
     async def _fork(self, source: ServedModel, new_name: str, level: int) -> None:
@@ -239,6 +240,13 @@ class AdminCall:
                 return model
         raise InvalidParameter("model_path", f"model_path: no model of this server was loaded from {quote(path)}; a "
                                "fork shares the weights of one that was.")
+
+    def check_shape(self, source: ServedModel) -> None:
+        """A fork has as many ranks as the model whose weights it shares."""
+        settings = source.master.settings
+        for name, have in (("nnodes", settings.distributed.nnodes), ("dp_size", settings.parallel.dp_size)):
+            if self.number(name) not in (None, 0, have):
+                raise InvalidParameter(name, f"{name} must be that of the model {source.name}, {have}.")
 
     def _named(self, name: str) -> ServedModel:
         try:
