@@ -19,6 +19,7 @@ from tests.support.tiny_model import make_tiny_model
 from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.engine import SleepUnavailable
+from xllm_npu.execution.executor import Executor
 from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.warm_up import warm_up_step
 from xllm_npu.memory.coordinator import SleepFailed
@@ -218,6 +219,22 @@ def test_rule_22_one_ceiling_for_weights_and_kv_cache(tiny_dir):
         stats, layout = pool.page_stats(), pool.layout
         assert (stats.mapped + stats.free) * layout.total_page_bytes <= 350_000
         assert answer(loop, prompts())
+
+
+def test_steps_keep_the_lock_that_a_sleep_waits_for(tiny_dir, made, monkeypatch):
+    held: list[bool] = []
+    run = Executor.run
+
+    def look(self, *arguments):
+        held.append(made[0].residency.stepping.locked())
+        return run(self, *arguments)
+
+    with opened(tiny_dir, **KINDS["elastic"]) as loop:
+        monkeypatch.setattr(Executor, "run", look)
+        answer(loop, prompts(2), 4)
+        assert held
+        assert all(held)
+        assert not made[0].residency.stepping.locked()
 
 
 def test_a_step_of_an_engine_that_sleeps_is_an_error_and_no_crash(tiny_dir):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.support.book_driver import GRANULE, fail_nth
 from tests.support.sleeping_workers import LAYOUT, LOSSES, WEIGHT_PAGES, Workers, offsets
 from xllm_npu.memory.coordinator import KV, WEIGHTS, SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
+from xllm_npu.memory.worker_memory import MemoryCall
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
 
@@ -85,6 +88,27 @@ def test_rule_5_weights_alone():
     workers.check(0, False)
     workers.coordinator.wake()
     workers.check(0, True)
+
+
+def test_a_sleep_waits_for_the_tail_of_a_step():
+    """Rank 0 has a step's result before the others have ended it."""
+    workers, asked = Workers(), threading.Event()
+    start = workers.wires[1].start
+
+    def tell(call: MemoryCall) -> None:
+        start(call)
+        if call.verb == "commit_sleep":
+            asked.set()
+
+    workers.wires[1].start = tell  # type: ignore[method-assign]
+    stepping = workers.resources[1].residency.stepping
+    with stepping:
+        sleeper = threading.Thread(target=workers.coordinator.sleep, args=(1,))
+        sleeper.start()
+        assert asked.wait(20)
+        assert len(workers.drivers[1].mapped) == WEIGHT_PAGES[1] + LAYOUT.num_regions
+    sleeper.join(20)
+    workers.check(0, False)
 
 
 def test_pages_of_requests_are_no_state_to_sleep_in():
