@@ -70,6 +70,7 @@ class ModelResidency:
         self.ready = False  # the engines have loaded
         self._wanted: Sleep | Pause | None = None  # what holds, for engines that replace these
         self._lock = asyncio.Lock()
+        self._group: EngineGroup  # of the transition that goes on
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -133,6 +134,7 @@ class ModelResidency:
             if not self.ready:
                 raise ResidencyError("not_ready", "The model is not loaded.")
             began = time.monotonic()
+            self._group = self._engines()  # those alone: others that replace them are not what this is about
             self._set(transition=name)
             try:
                 await transition()
@@ -164,13 +166,13 @@ class ModelResidency:
         """No engine runs steps."""
         if self.state.state == SLEEPING and mode != "abort":
             return  # nothing could finish now: those that are open stay
-        self._accept(await self._engines().ask(Pause(mode)))
+        self._accept(await self._group.ask(Pause(mode)))
         if mode == "keep" or not self._searches.searching:
             return
         if mode == "wait":
             await self._searches.wait_searched()
         # What searches sent when they heard of the last step before the pause is finished too, or ended.
-        self._accept(await self._engines().ask(Pause(mode)))
+        self._accept(await self._group.ask(Pause(mode)))
 
     async def _resume(self) -> None:
         if self.state.state == SLEEPING:
@@ -179,7 +181,7 @@ class ModelResidency:
             await self._go_on()
 
     async def _go_on(self) -> None:
-        self._accept(await self._engines().ask(Resume()))
+        self._accept(await self._group.ask(Resume()))
         self._wanted = None
         self._set(state=AWAKE, level=0, tags=TAGS)
 
@@ -188,7 +190,7 @@ class ModelResidency:
         await self._quiet(mode)
         if before.state == SLEEPING and level <= before.level and not before.tags:
             return
-        answers = await self._engines().ask(Sleep(level, "keep"))
+        answers = await self._group.ask(Sleep(level, "keep"))
         failed = [a for a in answers.values() if a.error]
         if failed:
             await self._undo_sleep(before, answers)
@@ -199,21 +201,29 @@ class ModelResidency:
                   freed_bytes=sum(a.freed_bytes for a in answers.values()))
 
     async def _undo_sleep(self, before: ResidencyState, answers: dict[int, Residency]) -> None:
-        if before.state == SLEEPING:  # deeper on some ranks: what counts is what all have
-            self._set(level=max(a.level for a in answers.values()),
-                      tags=tuple(tag for tag in TAGS if all(tag in a.tags for a in answers.values())))
+        if before.state == SLEEPING:  # deeper on some ranks
+            self._set_what_all_have(answers)
             return
         asleep = [rank for rank, a in answers.items() if not a.error]
         if asleep:
-            self._accept(await self._engines().ask(Wake([]), asleep))
+            answers = answers | await self._group.ask(Wake([]), asleep)
+            if any(answers[rank].error for rank in asleep):  # their memory is gone meanwhile: a later wake-up gets it
+                self._wanted = Sleep(max(a.level for a in answers.values()), "keep")
+                self._set_what_all_have(answers)
+                return
         if before.state == AWAKE:
             await self._go_on()
+
+    def _set_what_all_have(self, answers: dict[int, Residency]) -> None:
+        """Some sleep, and none runs."""
+        tags = tuple(tag for tag in TAGS if all(tag in a.tags for a in answers.values()))
+        self._set(state=SLEEPING, level=max(a.level for a in answers.values()), tags=tags)
 
     async def _wake(self, tags: list[str]) -> None:
         before = self.state
         missing = [tag for tag in tags or TAGS if tag not in before.tags]
         if before.state == SLEEPING and missing:
-            answers = await self._engines().ask(Wake(missing))
+            answers = await self._group.ask(Wake(missing))
             failed = [a for a in answers.values() if a.error]
             if failed:
                 await self._undo_wake(before, answers)
@@ -223,11 +233,9 @@ class ModelResidency:
             await self._go_on()
 
     async def _undo_wake(self, before: ResidencyState, answers: dict[int, Residency]) -> None:
-        """Those that woke up sleep again. What woke before, by its tag, sleeps too: no rank has more than another."""
-        awake = [rank for rank, a in answers.items() if not a.error]
-        if awake:
-            self._accept(await self._engines().ask(Sleep(before.level, "keep")))
-            self._set(tags=())
+        """Those that woke up sleep again, all of them: an engine does not sleep by halves."""
+        if any(not a.error for a in answers.values()):
+            self._set_what_all_have(await self._group.ask(Sleep(before.level, "keep")))
 
     @staticmethod
     def _accept(answers: dict[int, Residency]) -> None:
