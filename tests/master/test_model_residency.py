@@ -68,6 +68,7 @@ class ResidentEngine(FakeEngine):
                 error = self.change(message, kind)
             except AssertionError as failure:
                 self.failure = failure
+                self.end("has failed")
                 raise
             await self.say(Residency(
                 state=self.state, level=self.level, tags=[t for t in TAGS if t in self.tags], seconds=0.0,
