@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from xllm_platform.base import AllocatorStats, OutOfMemoryError, PlatformError
 
-from tests.memory.test_sleep_transactions import LAYOUT, LOADED, LOSSES, WEIGHT_PAGES, Model, Wire, weights_of
 from tests.support.book_device import BookDevice, SharingBookDriver
 from tests.support.book_driver import GRANULE, fail_nth
+from tests.support.sleeping_workers import LAYOUT, LOADED, LOSSES, WEIGHT_PAGES, Model, Wire, weights_of
 from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator, SleepFailed
 from xllm_npu.memory.device_ledger import DeviceLedger
 from xllm_npu.memory.growth import GrowthLimits, GrowthRule
