@@ -27,7 +27,14 @@ from xllm_models.placement import Placement
 from xllm_models.transformers_attention import PAGED, PROBE, LayerCall, PagedRun, UnservedAttention, paged, probing
 from xllm_models.transformers_config import hf_config
 from xllm_models.transformers_trial import run_trial
-from xllm_models.transformers_weights import keep_in_float32, load_network, stored_tensors
+from xllm_models.transformers_weights import (
+    copy_weights,
+    keep_in_float32,
+    load_network,
+    move_weights,
+    stored_tensors,
+)
+from xllm_models.weight_memory import weights_stay
 from xllm_models.weights.loader import Progress
 from xllm_models.weights.source import WeightSource
 
@@ -75,7 +82,11 @@ class TransformersModel(nn.Module):
         self._layers: list[LayerAttention] = []
         self._backend: AttentionBackend | None = None
         self._given: torch.Tensor | None = None  # hidden states that stand for the layers' output, see compute_logits
-        self._adopt(self._empty_network())
+        network = self._empty_network()
+        self._stays_in_place = weights_stay()
+        if self._stays_in_place:
+            move_weights(network)
+        self._adopt(network)
 
     def _empty_network(self) -> Any:
         """Parameters are allocated and not initialised, buffers are computed."""
@@ -128,7 +139,9 @@ class TransformersModel(nn.Module):
     def load_from(self, source: WeightSource, progress: Progress | None = None) -> tuple[int, int]:
         """-> (bytes, tensors) loaded. Raises WeightError."""
         network, done = load_network(self.network, source, self._reload_arguments(), progress)
-        if network is not self.network:
+        if network is not self.network and self._stays_in_place:
+            copy_weights(network, self.network)
+        elif network is not self.network:
             self._adopt(network.to(self.device))
         return done
 
@@ -140,6 +153,9 @@ class TransformersModel(nn.Module):
         if self.storage_dtype != self.dtype:
             for parameter in self.parameters():
                 parameter.data.copy_(parameter.data.to(self.storage_dtype))
+        if self._layers:  # loaded anew: sinks may have been copied
+            self._calls = self._probe()
+            self._layers = [_layer(i, call) for i, call in enumerate(self._calls)]
 
     def allocate_weights(self) -> None:
         """Nothing is packed here, so that weights can be loaded again in place."""

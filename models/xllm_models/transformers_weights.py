@@ -17,6 +17,7 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging as hf_logging
 
 from xllm_models.placement import Placement
+from xllm_models.weight_memory import empty_weight
 from xllm_models.weights.dummy_source import DummySource
 from xllm_models.weights.loader import Progress, fill
 from xllm_models.weights.source import WeightError, WeightSource
@@ -43,6 +44,44 @@ def keep_in_float32(network: Any, dtype: torch.dtype) -> nn.Module:
             if any(alternation.search(name) for name in names):
                 tensor.data = tensor.data.float()
     return network
+
+
+def move_weights(network: nn.Module) -> None:
+    """Every stored tensor becomes one that `empty_weight` gives; tied ones stay tied. Parameters lose their values,
+    buffers keep theirs. An allocator that only counts changes nothing.
+    """
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the old one, which keeps it its own; the new
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in moved:
+            memory = empty_weight(tuple(tensor.shape), tensor.dtype, tensor.device)
+            if memory.is_meta:
+                memory = tensor
+            elif isinstance(tensor, nn.Parameter):
+                memory = nn.Parameter(memory, requires_grad=False)
+            else:
+                memory.copy_(tensor)
+            moved[id(tensor)] = tensor, memory
+        return moved[id(tensor)][1]
+
+    for module in network.modules():
+        for parameters in (module._parameters, module._buffers):
+            for name, tensor in parameters.items():
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    parameters[name] = place(tensor)  # type: ignore[assignment]
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """From one network into another of the same class and ties. Raises WeightError if they differ."""
+    found = {names[0]: tensor for names, tensor in stored_tensors(source)}
+    wanted = {names[0]: tensor for names, tensor in stored_tensors(target)}
+    wrong = found.keys() ^ wanted.keys() or {name for name in found if found[name].shape != wanted[name].shape}
+    if wrong:
+        raise WeightError(f"transformers loads these weights into another network than config.json describes: "
+                          f"{', '.join(sorted(wrong)[:_NAMED])} differ. Turn enable_vmm_weights off.")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(found[name])
 
 
 def load_network(

@@ -53,7 +53,6 @@ def test_rule_14_flags_override_json(tmp_path):
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"vmm_elastic": True}, "no meaning without --enable-vmm-kvcache or --enable-vmm-weights"),
-    ({"enable_vmm_weights": True, "vmm_elastic": True, "model_impl": "transformers"}, "allocates its weights itself"),
     ({"enable_vmm_weights": True, "vmm_elastic": True, "tp_size": 2, "ep_size": 2, "enable_eplb": True},
      "--enable-eplb moves them"),
     ({"enable_vmm_kvcache": True, "vmm_memory_reserve_bytes": 4096}, "no meaning without --vmm-elastic"),

@@ -16,8 +16,6 @@ from tests.support.engine import run_engine
 from tests.support.hf_model import make_hf_model
 from tests.support.sleeping import KINDS, SMALL, answer, engine_of, opened, prompts, resume, suspend
 from tests.support.tiny_model import make_tiny_model
-from xllm_npu.config.errors import SettingsError
-from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.engine import SleepUnavailable
 from xllm_npu.execution.executor import Executor
 from xllm_npu.execution.model_loader import LoadError
@@ -184,11 +182,40 @@ def test_fifty_cycles_are_bit_exact_and_nothing_grows(tmp_path):
         assert last[2:] == first[2:]
 
 
-def test_transformers_code_is_refused(tiny_dir, tmp_path):
-    with pytest.raises(LoadError, match="turn enable_vmm_weights off"):  # chosen for want of another
-        run_engine(make_hf_model(tmp_path / "m", "gpt2"), [[40]], 2, **SMALL, **KINDS["elastic"])
-    with pytest.raises(SettingsError, match="allocates its weights itself"):
-        settings_from_kwargs(model=str(tiny_dir), **KINDS["elastic"], model_impl="transformers")
+# Names that are the modules'; windows; experts that transformers fuses; sinks; transposed matrices and tied embeddings;
+# tied embeddings; keys and values of different widths.
+HF = ["olmo2", "exaone4", "olmoe", "mimo_v2_flash", "gpt2", "cohere2", "youtu"]
+
+
+@pytest.mark.parametrize("model_type", HF)
+def test_models_through_transformers_code_sleep_too(tmp_path, model_type):
+    model = make_hf_model(tmp_path / "m", model_type)
+    settings = {**KINDS["elastic"], "model_impl": "transformers", "max_cache_size": "64MiB"}
+    expected = run_engine(model, prompts(), 16, **SMALL, model_impl="transformers")[0]
+    with opened(model, **settings) as loop:
+        assert loop.ready.implementation == "transformers"
+        assert answer(loop, prompts(), 16) == expected
+        before = engine_of(loop).weights_hash()
+        for level in (1, 2):
+            suspend(loop, level)
+            resume(loop)
+            assert engine_of(loop).weights_hash() == before
+            assert answer(loop, prompts(), 16) == expected
+
+
+def test_what_is_copied_from_weights_follows_new_files(tmp_path, monkeypatch):
+    """Sinks in float32 of a model in bfloat16, which is too coarse for the trial that such models have to pass."""
+    monkeypatch.setattr("xllm_models.transformers_model.run_trial", lambda model, backend: "")
+    model = make_tiny_model(tmp_path / "m", "gpt_oss", num_local_experts=8)
+    options = {"model_impl": "transformers", "dtype": "bfloat16"}
+    before = run_engine(model, prompts(), 16, **SMALL, **options)[0]
+    with opened(model, **{**KINDS["elastic"], **options}) as loop:
+        suspend(loop, 2)
+        make_tiny_model(tmp_path / "m", "gpt_oss", seed=1, num_local_experts=8)
+        resume(loop)
+        after = run_engine(model, prompts(), 16, **SMALL, **options)[0]
+        assert after != before
+        assert answer(loop, prompts(), 16) == after
 
 
 class Straying(LlamaForCausalLM):

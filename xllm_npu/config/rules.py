@@ -94,8 +94,6 @@ def _virtual_memory(settings: Settings, spelled: Mapping[str, str]) -> Iterator[
         yield f"{spelled.get('vmm_elastic', elastic)} has no meaning without {vmm} or {weights}."
     if kv.enable_vmm_weights and not (kv.enable_vmm_kvcache or kv.vmm_elastic):
         yield f"{weights} needs {elastic}, or {vmm} beside it."
-    if kv.enable_vmm_weights and settings.model.model_impl == "transformers":
-        yield f"{weights} is for this package's own models: transformers' code allocates its weights itself."
     if kv.enable_vmm_weights and settings.parallel.enable_eplb:
         yield f"{weights} keeps weights where they are, and --enable-eplb moves them: give one of them."
     if kv.vmm_memory_reserve_bytes and not kv.vmm_elastic:

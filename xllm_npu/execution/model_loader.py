@@ -36,8 +36,6 @@ def _check_transformers(settings: Settings, config: ModelConfig) -> None:
         if value > 1:
             raise LoadError(f"{through}, which is not cut over devices: set --{name} 1, not {value}. Copies of the "
                             "whole model are possible with --dp_size.")
-    if settings.kv_cache.enable_vmm_weights:
-        raise LoadError(f"{through}, which allocates its weights itself: turn enable_vmm_weights off.")
     if settings.execution.enable_graph:
         raise LoadError(f"{through}, which is not captured in graphs: turn enable_graph off.")
 
