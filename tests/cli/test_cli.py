@@ -157,6 +157,24 @@ def test_serve_hands_over_the_settings_and_its_exit_code(monkeypatch, capsys, tm
     assert json.loads(dump.read_text()) == {"model": "m", "port": 5}
 
 
+def test_serve_takes_several_models_and_the_rest_does_not(monkeypatch, capsys):
+    seen = []
+    server = types.SimpleNamespace(run_server=lambda settings: seen.extend(settings) or 0)
+    monkeypatch.setitem(sys.modules, "xllm_npu.service.server", server)
+    assert cli.main(["serve", "a", "b", "--max-cache-size=1MiB"]) == 0
+    assert [one.model.model for one in seen] == ["a", "b"]
+    for verb in ("generate", "bench", "pull"):
+        assert cli.main([verb, "a", "b", "--max-cache-size=1MiB"]) == 2
+        assert "One MODEL is enough, got a and b: only a server takes several." in capsys.readouterr().err
+    assert "[MODEL ...]" in help_of("serve", capsys)
+    assert "[MODEL]" in help_of("generate", capsys)
+
+
+def help_of(verb: str, capsys) -> str:
+    assert cli.main([verb, "--help"]) == 0
+    return capsys.readouterr().out
+
+
 def test_serve_says_first_what_is_wrong_with_the_machine(monkeypatch, capsys):
     from xllm_npu.doctor import examination
     from xllm_npu.doctor.finding import Finding

@@ -101,7 +101,8 @@ async def test_one_that_lacks_memory_is_tried_again_while_room_is_made(lacked_me
     needy.new_master = lambda: left.pop(0)
     models, asked = ModelSet([one(log, "a"), needy]), []
 
-    async def make_room(model: ServedModel) -> bool:
+    async def make_room(model: ServedModel, patient: bool) -> bool:
+        assert patient  # those that serve already may be busy all the time
         asked.append(model)
         return len(asked) <= room
 

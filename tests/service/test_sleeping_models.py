@@ -213,6 +213,22 @@ async def test_one_that_works_finishes_and_those_that_come_for_it_wait():
         assert first.transitions == [("sleep", 1, "wait"), ("wake",), ("wake",)]
 
 
+async def test_one_that_starts_waits_for_those_that_work():
+    first, second = pair()
+    models = set_of(first, second)
+    hasty = coordinator(models, make_settings(evict_idle_models=True, wakeup_timeout=0.01).service)
+    residency = coordinator(models, make_settings(evict_idle_models=True).service)
+    with models.first.in_use():
+        assert not await residency.make_room(models.of("b"), patient=False)
+        assert not await hasty.make_room(models.of("b"), patient=True)
+        assert hasty.is_ready(models.first)
+        assert first.transitions == []
+        room = asyncio.create_task(residency.make_room(models.of("b"), patient=True))
+        await until(lambda: not residency.is_ready(models.first))
+    assert await room
+    assert first.transitions == [("sleep", 1, "wait")]
+
+
 async def test_one_that_never_ends_is_not_waited_for_forever():
     first, second = pair()
     first.script = says_then_waits("begun", asyncio.Event())

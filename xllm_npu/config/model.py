@@ -18,7 +18,7 @@ class ModelSettings(Section):
     model: Annotated[str, Metavar("MODEL")] = Field(
         default=DEFAULT_MODEL,
         min_length=1,
-        description="directory, .gguf file, hub id, or smollm2 (pulled on first use)",
+        description="directory, .gguf file, hub id, or smollm2 (pulled on first use); a server takes several",
     )
     model_id: Annotated[str | None, Metavar("NAME")] = Field(
         default=None, description="the model's name in the API; default: the directory's name or hub id"

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05  # how soon a change of an engine's status is noticed
 
 NewMaster = Callable[[Settings], LLMMaster]
-MakeRoom = Callable[["ServedModel"], Awaitable[bool]]  # whether there is more memory for it now
+# Whether there is more memory for it now; and whether a model that works may be waited for.
+MakeRoom = Callable[["ServedModel", bool], Awaitable[bool]]
 
 
 class UnknownModel(LookupError):
@@ -125,15 +126,17 @@ class ModelSet:
         """Until all are ready. Raises StartFailed for the first that cannot be."""
         self._ledgers.mkdir(mode=0o700)
         for model in self._models:
-            await self._start(model)
+            await self._start(model, patient=True)
 
-    async def _start(self, model: ServedModel) -> None:
+    async def _start(self, model: ServedModel, patient: bool) -> None:
         while True:
             try:
                 await self._start_once(model)
                 return
             except StartFailed:
-                if not model.master.lacked_memory or model.new_master is None or not await self.make_room(model):
+                if not model.master.lacked_memory or model.new_master is None:
+                    raise
+                if not await self.make_room(model, patient):
                     raise
             await model.master.shutdown(0)
             model.master = model.new_master()
@@ -187,7 +190,7 @@ class ModelSet:
         model = ServedModel((name,), new_master(), new_master)
         try:
             with parent.in_use():  # it must not sleep to make room for what needs its weights
-                await self._start(model)
+                await self._start(model, patient=False)
         except StartFailed as error:
             await model.master.shutdown(0)
             raise ResidencyError("memory" if model.master.lacked_memory else "gone", str(error)) from error
@@ -238,7 +241,7 @@ class ModelSet:
         shutil.rmtree(self._ledgers, ignore_errors=True)
 
 
-async def _no_room(model: ServedModel) -> bool:
+async def _no_room(model: ServedModel, patient: bool) -> bool:
     return False
 
 

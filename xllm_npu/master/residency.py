@@ -111,18 +111,24 @@ class ResidencyCoordinator:
         """Idle models make room, where that is allowed; those that work are left alone."""
         await self._wake(model, tags, patient=False)
 
-    async def make_room(self, model: ServedModel) -> bool:
-        """For a model that could not start, or grow: whether one that idles was put to sleep for it."""
+    async def make_room(self, model: ServedModel, patient: bool) -> bool:
+        """For a model that could not start, or grow: whether another was put to sleep for it.
+
+        `patient`: not only one that idles; its requests may take as long as requests wait for a wake-up.
+        """
         if not self._evicts:
             return False
-        async with self._making_room:
-            return await self._evict(model, patient=False)
+        try:
+            async with asyncio.timeout(self._timeout), self._making_room:
+                return await self._evict(model, patient=patient)
+        except TimeoutError:
+            return False
 
     async def watch(self) -> None:
         """For ever: models whose requests stand still for want of memory get that of models that idle."""
         while self._evicts:
             for model in [model for model in self._models if model.master.stalled]:
-                await self.make_room(model)
+                await self.make_room(model, patient=False)
             await asyncio.sleep(STALL_POLL_SECONDS)
 
     async def _wake(self, model: ServedModel, tags: Collection[str], *, patient: bool) -> None:
