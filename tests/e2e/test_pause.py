@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.support.master import Answer, metric, prompt_of, running_master, until
+from tests.support.server import DEADLINE, ServerProcess
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
 from xllm_npu.master.residency_error import ResidencyError
 
@@ -101,6 +105,24 @@ async def test_a_beam_search_is_one_request(tiny_dir):
                 assert search.last is not None
                 assert "pauses, or goes to sleep" in (search.last.error or "")
                 await master.resume()
+
+
+def test_a_server_that_ends_does_not_wait_for_a_paused_model(tiny_dir, tmp_path):
+    """What it holds ends by an abort, and not by the time that running requests get."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (
+        ServerProcess(tiny_dir, tmp_path, "--admin-port", str(port), uds=True) as server, server.client() as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 30000, "ignore_eos": True}
+        answer = pool.submit(client.post, "/v1/completions", json=body)
+        server.wait_running(1)
+        assert httpx.post(f"http://127.0.0.1:{port}/pause?mode=keep", timeout=DEADLINE).status_code == 200
+        assert not answer.done()
+        assert server.stop() == 0
+        assert answer.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
 async def test_data_parallel_ranks_pause_together(tiny_dir):

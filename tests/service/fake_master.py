@@ -224,6 +224,9 @@ class FakeMaster:
     async def start(self) -> None:
         pass
 
+    async def end_held(self) -> None:
+        pass
+
     async def shutdown(self, timeout: float) -> None:  # noqa: ASYNC109
         self.status = EngineStatus.DEAD
 

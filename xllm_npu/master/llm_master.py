@@ -31,7 +31,7 @@ from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.residency_error import ResidencyError
 from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import AddRequest, EngineProgress, EngineReady, StepOutputs
+from xllm_npu.state.messages import AWAKE, AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
 
 if TYPE_CHECKING:
@@ -236,6 +236,11 @@ class LLMMaster:
     async def resume(self) -> None:
         """The end of `pause`."""
         await self._residency.resume()
+
+    async def end_held(self) -> None:
+        """Requests that no step can reach, as the model is paused or asleep, end with the server."""
+        if self.residency.state != AWAKE:
+            await self._residency.pause("abort")
 
     @property
     def residency(self) -> ResidencyState:

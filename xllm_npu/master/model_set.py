@@ -226,6 +226,10 @@ class ModelSet:
         which = f" ({model.name})" if len(self._models) > 1 else ""
         return f"{what}{which}: {why or 'for no known reason'}"
 
+    async def end_held(self) -> None:
+        """Requests of models that are paused or asleep end; those of others go on."""
+        await asyncio.gather(*(model.master.end_held() for model in self._models), return_exceptions=True)
+
     async def shutdown(self, patience: float) -> None:
         """End all engines within `patience` seconds; those that still load hear nothing and are not waited for."""
         for _, fork in self._forks.values():

@@ -188,12 +188,14 @@ class ServerLife:
 
     async def _end_requests(self, failed: bool) -> None:
         self._admission.drain()
+        held = asyncio.create_task(self._models.end_held())  # it may wait for a transition that goes on
         if failed and any(model.master.info is not None for model in self._models):
             await asyncio.sleep(FLUSH_SECONDS)  # whatever happens meanwhile: probes shall see the 503 too
         if not await self._idle_within(0 if failed else self._settings.service.shutdown_timeout):
             logger.warning("%d requests did not finish in time and are ended", self._admission.in_flight)
             self._admission.abort_all(unavailable("The server is shutting down.", "shutting_down"))
             await self._idle_within(FLUSH_SECONDS)
+        held.cancel()
 
     async def _idle_within(self, seconds: float) -> bool:
         if not self._admission.in_flight:
