@@ -24,6 +24,8 @@ WEIGHTS = {"enable_vmm_weights": True, "phy_page_granularity_size": 16384}
 ELASTIC = {**WEIGHTS, "enable_vmm_kvcache": True, "vmm_elastic": True}
 KINDS = {"elastic": ELASTIC, "fixed": {**WEIGHTS, "enable_vmm_kvcache": True},
          "weights only": {**WEIGHTS, "vmm_elastic": True}}
+EACH_KIND = ["elastic", pytest.param("fixed", marks=pytest.mark.slow),
+             pytest.param("weights only", marks=pytest.mark.slow)]
 CROWDED = {"max_seqs_per_batch": 4, "max_tokens_per_batch": 64}  # prompts in pieces, and requests that wait
 PROMPTS = [*(prompt_of(40 + 30 * i, i) for i in range(5)), prompt_of(1600, 9)]
 LONG = len(PROMPTS) - 1
@@ -56,7 +58,7 @@ async def idle(master: LLMMaster, engines: int = 1) -> None:
             await until(lambda name=name, engine=engine: metric(master, name, engine=engine) == 0, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 async def test_kept_requests_go_on(tiny_dir, kind):
     async with running_master(tiny_dir, **CROWDED, **KINDS[kind]) as master:
         expected = await undisturbed(master)
@@ -89,7 +91,7 @@ async def test_kept_requests_go_on(tiny_dir, kind):
             await until(lambda: metric(master, "kv_cache_pages", engine="0", state="mapped") == 1, "the pinned page")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 async def test_rule_57_virtual_memory_info(tiny_dir, kind):
     async with running_master(tiny_dir, **KINDS[kind], dp_size=2) as master:
         def owner(name: str) -> dict[str, int]:
