@@ -82,16 +82,16 @@ class TransformersModel(nn.Module):
         self._layers: list[LayerAttention] = []
         self._backend: AttentionBackend | None = None
         self._given: torch.Tensor | None = None  # hidden states that stand for the layers' output, see compute_logits
+        self._stays_in_place = weights_stay()  # in memory of somebody's
         network = self._empty_network()
-        self._stays_in_place = weights_stay()
-        if self._stays_in_place:
-            move_weights(network)
+        if self._stays_in_place and move_weights(network, self.device):
+            network.to(self.device)  # buffers that are computed
         self._adopt(network)
 
     def _empty_network(self) -> Any:
-        """Parameters are allocated and not initialised, buffers are computed."""
+        """Parameters are allocated and not initialised, buffers are computed; all on the CPU if they are to move."""
         try:
-            with torch.device(self.device), no_init_weights():
+            with torch.device("cpu" if self._stays_in_place else self.device), no_init_weights():
                 network = AutoModelForCausalLM.from_config(
                     self._hf_config(), dtype=self.dtype, attn_implementation=PAGED, trust_remote_code=False)
         except Exception as error:
@@ -178,8 +178,9 @@ class TransformersModel(nn.Module):
     @torch.inference_mode()
     def _probe(self) -> list[LayerCall]:
         """The attention calls of one forward pass. Raises TransformersRefusal."""
-        tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=self.device)
-        positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
+        device = next(self.network.parameters()).device  # the CPU, where memory is only being planned
+        tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(_PROBE_TOKENS, device=device)[None]
         with probing() as calls, self.attention_from(PROBE):
             try:
                 self._hidden(tokens, positions)

@@ -46,15 +46,15 @@ def keep_in_float32(network: Any, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-def move_weights(network: nn.Module) -> None:
+def move_weights(network: nn.Module, device: torch.device) -> bool:
     """Every stored tensor becomes one that `empty_weight` gives; tied ones stay tied. Parameters lose their values,
-    buffers keep theirs. An allocator that only counts changes nothing.
+    buffers keep theirs. False: the allocator only counts, and nothing has moved.
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the old one, which keeps it its own; the new
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
-            memory = empty_weight(tuple(tensor.shape), tensor.dtype, tensor.device)
+            memory = empty_weight(tuple(tensor.shape), tensor.dtype, device)
             if memory.is_meta:
                 memory = tensor
             elif isinstance(tensor, nn.Parameter):
@@ -69,6 +69,7 @@ def move_weights(network: nn.Module) -> None:
             for name, tensor in parameters.items():
                 if tensor is not None and name not in module._non_persistent_buffers_set:
                     parameters[name] = place(tensor)  # type: ignore[assignment]
+    return all(old is not new for old, new in moved.values())
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

@@ -7,6 +7,8 @@ import torch
 from npu_emulator import fake_cann
 
 from tests.npu_lab.test_serving import NEW_TOKENS, float32, model, prompts  # noqa: F401
+from tests.support.engine import run_engine
+from tests.support.hf_model import make_hf_model
 from tests.support.sleeping import answer, engine_of, opened, resume, suspend
 
 pytestmark = [pytest.mark.npu_lab, pytest.mark.usefixtures("float32")]
@@ -54,6 +56,24 @@ def test_captured_graphs_find_their_weights_and_cache(model, architecture) -> No
             assert answer(loop, prompts(), NEW_TOKENS) == expected
             assert fake_cann.counters().graph_launches > launches
             assert fake_cann.counters().graphs_live == graphs
+
+
+def test_models_through_transformers_code(tmp_path) -> None:
+    """Planned in the host's memory, loaded into the device's pages."""
+    directory = make_hf_model(tmp_path / "m", "gpt2")
+    options = {"model_impl": "transformers", "max_model_len": 512}
+    asked = prompts()[:4]
+    expected = run_engine(directory, asked, 8, **options, platform="cpu")[0]
+    nothing = live_bytes()
+    with opened(directory, **{**KINDS["elastic"], **options, "attention_backend": "torch"}) as loop:
+        assert answer(loop, asked, 8) == expected
+        before = engine_of(loop).weights_hash()
+        for level in (1, 2):
+            suspend(loop, level)
+            assert live_bytes() == nothing
+            resume(loop)
+            assert engine_of(loop).weights_hash() == before
+            assert answer(loop, asked, 8) == expected
 
 
 @pytest.mark.multiprocess

@@ -1,13 +1,12 @@
 """Weights in virtual memory, between settings and a model: planned, opened before anything else takes memory, reloaded.
 
-A model is built twice: once without memory (a network of transformers with memory that is not written to), which says
-how large its weights are and where each will lie, and once over the pages that were taken for them. What a third-party
-architecture allocates past the hook of xllm_models.weight_memory is refused, since it would not sleep.
+A model is built twice: once without memory (a network of transformers with the host's, which is not written to), which
+says how large its weights are and where each will lie, and once over the pages that were taken for them. What an
+architecture from outside allocates past the hook of xllm_models.weight_memory is refused, since it would not sleep.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,6 @@ def build_over_pages(
     if kv.enable_vmm_kvcache:
         size = kv_page_bytes(kv, driver, block_bytes(probe))
     ledger = rank.open_ledger(platform)
-    del probe
-    gc.collect()
-    platform.empty_cache()  # a network of transformers has taken memory
     growth = growth_rule(kv, platform, sharers, workspace_bytes, ledger) if kv.vmm_elastic else None
     memory = WorkerMemoryResources(driver, None, growth, platform.synchronize, selecting(platform), page_bytes=size,
                                    ledger=ledger)
