@@ -28,6 +28,24 @@ def test_a_terminal_gets_bars_and_a_table(monkeypatch):
     assert "1,024 tokens" in text
 
 
+def test_several_models_are_told_apart(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    models = [(INFO, ("one", "eins")), (msgspec.structs.replace(INFO, max_model_len=77), ("two",))]
+    lines, stream = io.StringIO(), Terminal()
+    for screen in (StartupScreen(lines), StartupScreen(stream)):
+        with screen:
+            screen.on_progress(EngineProgress("Loading weights", 1, 2, "shards"), "one")
+            screen.on_progress(EngineProgress("Loading weights", 1, 2, "shards"), "two")
+        screen.show_ready(models, "http://127.0.0.1:8000", "http://127.0.0.1:8001")
+    text = lines.getvalue().splitlines()
+    assert text[:2] == ["one: Loading weights 1 of 2 shards", "two: Loading weights 1 of 2 shards"]
+    assert [line.split(" (")[0] for line in text if line.startswith("Model:")] == ["Model: one, eins", "Model: two"]
+    assert [line for line in text if line.startswith("Context:")] == ["Context: 512 tokens", "Context: 77 tokens"]
+    assert text[-2:] == ["Admin routes at: http://127.0.0.1:8001", "Serving at: http://127.0.0.1:8000"]
+    assert stream.getvalue().count("├") == 2
+
+
 def test_lines_are_few():
     stream = io.StringIO()
     with StartupScreen(stream) as screen:

@@ -59,17 +59,19 @@ class StartupScreen:
         self, models: Sequence[tuple[EngineReady, tuple[str, ...]]], url: str, admin_url: str | None = None
     ) -> None:
         """Each model with its names."""
-        rows = [row for info, names in models for row in facts(info, names)]
-        if admin_url is not None:
-            rows.append(("Admin routes at", admin_url))
-        rows.append(("Serving at", url))
+        sections = [facts(info, names) for info, names in models]
+        sections.append([("Admin routes at", admin_url)] if admin_url is not None else [])
+        sections[-1].append(("Serving at", url))
         if not self._console.is_terminal:
-            for name, value in rows:
+            for name, value in (row for section in sections for row in section):
                 self._line(f"{name}: {value}")
             return
         table = Table(title=f"xllm-npu {__version__}", show_header=False, title_justify="left")
-        for name, value in rows:
-            table.add_row(name, value)
+        for section in sections:
+            for name, value in section:
+                table.add_row(name, value)
+            if len(models) > 1:
+                table.add_section()
         self._console.print(table)
 
     def _draw(self, bars: Progress, progress: EngineProgress) -> None:
