@@ -30,6 +30,7 @@ from xllm_npu.memory.weight_import import WeightImporter, WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_residency import KV_CACHE, WEIGHTS, WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
+from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
 PAGE = 4096
 NUM_PAGES = BATCH + 3
@@ -217,6 +218,24 @@ def test_a_wake_up_that_is_aborted_returns_the_lease(tmp_path):
         fork.residency.prepare_wake(77, (WEIGHTS,))
         fork.residency.abort(77)
         until(lambda: parent.ledger.reserved == WEIGHT_BYTES, "the lease to end")
+        fork.memory.check_integrity()
+        fork.wake()
+        assert fork.is_right
+
+
+def test_a_wake_up_that_is_refused_memory_for_its_cache_returns_the_lease(tmp_path, monkeypatch):
+    with family(tmp_path) as (parent, fork):
+        fork.sleep()
+        until(lambda: parent.ledger.reserved == WEIGHT_BYTES, "the lease to end")
+
+        def refuse(more: int) -> None:
+            raise PageGrowthRefused("memory", f"{more} bytes, as the test says")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(fork.memory, "check_growth", refuse)
+            with pytest.raises(PageGrowthRefused):
+                fork.wake()
+        until(lambda: parent.ledger.reserved == WEIGHT_BYTES, "the lease to end again")
         fork.memory.check_integrity()
         fork.wake()
         assert fork.is_right
