@@ -28,6 +28,14 @@ def test_page_mapping_times_each_way():
     assert all(milliseconds > 0 for milliseconds in figures.values())
 
 
+def test_elastic_memory_compares_caches_and_times_sleep(tiny_dir):
+    arguments = ("--model", str(tiny_dir), "--dtype", "float32", "--threads", "1", "--sequences", "3", "--tokens", "40",
+                 "--rounds", "1", "--max-cache-size", "16MiB", "--page-bytes", "64KiB", "--json")
+    figures = json.loads(run("benchmarks/elastic_memory.py", *arguments).splitlines()[-1])
+    assert all(value > 0 for value in figures.values())
+    assert {"elastic / physical, median", "sleep, level 1", "wake-up, level 2", "copy of as many bytes"} <= set(figures)
+
+
 def test_decode_model_times_a_model(tiny_dir):
     arguments = ("--dtypes", "float32", "--threads", "1", "--seconds", "0.01", "--json")
     last = run("benchmarks/decode_model.py", str(tiny_dir), *arguments).splitlines()[-1]
