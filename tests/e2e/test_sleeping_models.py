@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -222,6 +223,7 @@ def test_done_when_5_requests_that_leave_and_operators_that_interfere(models, ex
         pair.server.wait_idle()
 
 
+@pytest.mark.slow
 def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Path):
     with both(models, tmp_path, *MAKING_ROOM, "--max-cache-size", "64MiB", "--restart-on-failure") as pair:
         pair.do("/sleep?model=beta")
@@ -230,6 +232,29 @@ def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Pa
         pair.server.wait_ready()
         poll(lambda: pair.states() == ["awake", "sleeping"], "it sleeps again")
         assert pair.text("beta") == expected["beta", 5]
+
+
+@pytest.mark.slow
+def test_models_over_several_ranks(models, expected, tmp_path: Path):
+    """One shares its weights among two ranks, the other has them twice. The budget is each rank's, on one machine."""
+    file = tmp_path / "several.json"
+    file.write_text(json.dumps({"models": [{"model": str(models[0]), "tp_size": 2},
+                                           {"model": str(models[1]), "dp_size": 2}]}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert 26 * MIB < 3 * WEIGHT_BYTES
+    flags = (*MAKING_ROOM, "--max-cache-size", "13MiB", "--admin-port", str(port))
+    with (
+        ServerProcess.of_file(file, tmp_path / "run", *flags, uds=True) as server, server.client() as api,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as admin,
+    ):
+        pair = Pair(server, port, api, admin)
+        for _ in range(2):
+            for name in ("alpha", "beta"):
+                assert pair.text(name) == expected[name, 5]
+                assert pair.text(name, 6) == expected[name, 6]
+                assert pair.states() == [("sleeping", "awake")[name == own] for own in ("alpha", "beta")]
 
 
 @pytest.mark.model

@@ -56,9 +56,9 @@ class ServerProcess:
         self._tree: dict[int, psutil.Process] = {}
 
     @classmethod
-    def of_file(cls, file: Path, directory: Path, *flags: str) -> Self:
+    def of_file(cls, file: Path, directory: Path, *flags: str, uds: bool = False) -> Self:
         """What is served is in a configuration file."""
-        return cls("", directory, "--config-json-file", str(file), *flags)
+        return cls("", directory, "--config-json-file", str(file), *flags, uds=uds)
 
     def __enter__(self) -> Self:
         self._tmp.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel, UnknownModel
 from xllm_npu.service.auth import ApiKeyMiddleware
-from xllm_npu.service.body import BodyLimitMiddleware, decode_object
+from xllm_npu.service.body import BodyLimitMiddleware, decode_object, read_body
 from xllm_npu.service.errors import (
     ApiError,
     ErrorBoundary,
@@ -171,7 +171,7 @@ class AdminRoutes:
         # A page in a browser can send requests to this machine, and names itself in this header.
         if "origin" in request.headers:
             raise ApiError(403, "The admin routes are not for browsers.", code="forbidden")
-        body = await request.body()
+        body = await read_body(request)
         return AdminCall(self._models, request, decode_object(body) if body.strip() else {})
 
 

@@ -64,13 +64,17 @@ async def read_json(request: Request) -> dict[str, Any]:
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'.",
                        code="unsupported_media_type")
-    try:
-        body = await request.body()
-    except ClientDisconnect:
-        raise ClientGone from None
+    body = await read_body(request)
     if len(body) < LARGE_BODY:
         return decode_object(body)
     return await asyncio.to_thread(decode_object, body)
+
+
+async def read_body(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
