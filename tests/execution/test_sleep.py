@@ -184,7 +184,8 @@ def test_fifty_cycles_are_bit_exact_and_nothing_grows(tmp_path):
 
 # Names that are the modules'; windows; experts that transformers fuses; sinks; transposed matrices and tied embeddings;
 # tied embeddings; keys and values of different widths.
-HF = ["olmo2", "exaone4", "olmoe", "mimo_v2_flash", "gpt2", "cohere2", "youtu"]
+HF = ["olmo2", "olmoe", "mimo_v2_flash", "gpt2",
+      *(pytest.param(name, marks=pytest.mark.slow) for name in ("exaone4", "cohere2", "youtu"))]
 
 
 @pytest.mark.parametrize("model_type", HF)
