@@ -235,6 +235,19 @@ def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_one_that_dies_gets_its_memory_back(models, expected, tmp_path: Path):
+    """Another model has taken it meanwhile."""
+    flags = (*MAKING_ROOM, "--max-cache-size", "16MiB", "--restart-on-failure")
+    with both(models, tmp_path, *flags) as pair:
+        assert pair.text("alpha") == expected["alpha", 5]
+        os.kill(pair.server.children_of_kind(ENGINE, 2)[0], signal.SIGKILL)
+        assert pair.text("beta") == expected["beta", 5]
+        pair.server.wait_ready()
+        assert pair.text("alpha") == expected["alpha", 5]
+        assert pair.states() == ["awake", "sleeping"]
+
+
+@pytest.mark.slow
 def test_models_over_several_ranks(models, expected, tmp_path: Path):
     """One shares its weights among two ranks, the other has them twice. The budget is each rank's, on one machine."""
     file = tmp_path / "several.json"

@@ -13,6 +13,7 @@ from tests.service.conftest import make_settings
 from tests.service.fake_master import FakeMaster, FakeMemory, says, says_then_waits
 from xllm_npu.config.execution import ExecutionSettings
 from xllm_npu.config.settings import Settings
+from xllm_npu.master import residency as residency_module
 from xllm_npu.master.llm_master import EngineStatus
 from xllm_npu.master.model_residency import ResidencyError, ResidencyState
 from xllm_npu.master.model_set import ModelSet, ServedModel
@@ -192,6 +193,31 @@ async def test_a_model_that_stands_still_gets_the_memory_of_one_that_idles():
                 while not idle.transitions:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         assert (needy.transitions, idle.transitions) == ([], [("sleep", 1, "wait")])
+    finally:
+        watch.cancel()
+
+
+async def test_a_model_that_cannot_be_started_again_is_helped_once_each_time(monkeypatch):
+    monkeypatch.setattr(residency_module, "STALL_POLL_SECONDS", 0)
+    memory = FakeMemory()
+    failing, *idle = [FakeMaster(memory=memory) for _ in range(3)]
+    models = set_of(failing, *idle)
+    watch = asyncio.create_task(coordinator(models, make_settings(evict_idle_models=True).service).watch())
+
+    async def turns() -> list[int]:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return [len(master.transitions) for master in idle]
+
+    try:
+        failing.status, failing.lacked_memory = EngineStatus.RESTARTING, False
+        assert await turns() == [0, 0]
+        failing.lacked_memory = True
+        assert await turns() == [1, 0]
+        failing.lacked_memory = False  # new engines, which fail too
+        assert await turns() == [1, 0]
+        failing.lacked_memory = True
+        assert await turns() == [1, 1]
     finally:
         watch.cancel()
 

@@ -125,10 +125,19 @@ class ResidencyCoordinator:
             return False
 
     async def watch(self) -> None:
-        """For ever: models whose requests stand still for want of memory get that of models that idle."""
+        """For ever: models get the memory of those that idle when their requests stand still for want of it, or when
+        they are started again after a failure and cannot be.
+        """
+        helped: set[ServedModel] = set()  # since they failed last
         while self._evicts:
-            for model in [model for model in self._models if model.master.stalled]:
-                await self.make_room(model, patient=False)
+            for model in list(self._models):
+                failed = model.master.status is EngineStatus.RESTARTING and model.master.lacked_memory
+                if not failed:
+                    helped.discard(model)
+                if model in helped or not (failed or model.master.stalled):
+                    continue
+                if await self.make_room(model, patient=False) and failed:
+                    helped.add(model)
             await asyncio.sleep(STALL_POLL_SECONDS)
 
     async def _wake(self, model: ServedModel, tags: Collection[str], *, patient: bool) -> None:
