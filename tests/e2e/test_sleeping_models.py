@@ -236,12 +236,16 @@ def test_one_that_dies_asleep_is_restarted_asleep(models, expected, tmp_path: Pa
 
 @pytest.mark.slow
 def test_one_that_dies_gets_its_memory_back(models, expected, tmp_path: Path):
-    """Another model has taken it meanwhile."""
+    """Another model, which waited for it to be idle, has taken it meanwhile."""
     flags = (*MAKING_ROOM, "--max-cache-size", "16MiB", "--restart-on-failure")
-    with both(models, tmp_path, *flags) as pair:
+    with both(models, tmp_path, *flags) as pair, ThreadPoolExecutor(2) as pool:
         assert pair.text("alpha") == expected["alpha", 5]
+        pool.submit(pair.ask, "alpha", 5, 900)
+        pair.server.wait_running(1)
+        waiting = pool.submit(pair.text, "beta")
+        poll(lambda: pair.server.metrics().get("residency_transition_failures_total:memory:wake"), "a refused wake-up")
         os.kill(pair.server.children_of_kind(ENGINE, 2)[0], signal.SIGKILL)
-        assert pair.text("beta") == expected["beta", 5]
+        assert waiting.result(DEADLINE) == expected["beta", 5]
         pair.server.wait_ready()
         assert pair.text("alpha") == expected["alpha", 5]
         assert pair.states() == ["awake", "sleeping"]
