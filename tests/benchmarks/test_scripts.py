@@ -42,8 +42,9 @@ def test_decode_model_times_a_model(tiny_dir):
     assert json.loads(last)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("more", [(), pytest.param(("--all-to-all",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [(), ("--all-to-all",)])
 def test_expert_balance_evens_ranks_out_and_changes_nothing(more):
     """Counted visits, not times: these figures are the same on every machine."""
     last = run("benchmarks/expert_balance.py", "--steps", "96", "--rows", "16", "--experts", "32", "--json", *more)
@@ -55,6 +56,7 @@ def test_expert_balance_evens_ranks_out_and_changes_nothing(more):
     assert figures["difference"] < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.multiprocess
 def test_serving_measures_a_running_server(tmp_path):

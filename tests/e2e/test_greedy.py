@@ -101,7 +101,8 @@ def check(directory, cases, **settings):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("settings", [EVERYTHING_ON, EVERYTHING_OFF], ids=["on", "off"])
+@pytest.mark.parametrize("settings", [pytest.param(EVERYTHING_ON, id="on"),
+                                      pytest.param(EVERYTHING_OFF, id="off", marks=pytest.mark.slow)])
 def test_every_architecture_and_rope_variant(checkpoint, name, settings):
     directory, cases = checkpoint(name)
     check(directory, cases, **settings)
@@ -140,7 +141,7 @@ CHUNKED = ("--max-tokens-per-chunk-for-prefill", "256", "--max-tokens-per-batch"
 SMALL = ("--max-cache-size", "73MiB", "--prefill-scheduling-memory-usage-threshold", "1.0")
 LARGE = ("--max-cache-size", "1GiB")
 ALL_COMBINATIONS = list(itertools.product(POLICIES, *[(True, False)] * 3, (False, True), (False, True)))
-FEW_COMBINATIONS = [("decode_first", True, True, True, False, True), ("unified", True, True, True, False, False)]
+FEW_COMBINATIONS = [("decode_first", True, True, True, False, True)]
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,9 @@ def documented(kind: str) -> dict[str, tuple[str, ...]]:
 
 DENSE, EXPERTS = documented("ranks"), documented("experts")
 ALL = [("qwen3", way) for way in DENSE] + list(itertools.product(("qwen3_moe", "deepseek_v3"), EXPERTS))
-FEW = [("qwen3", "--dp-size 2"), ("qwen3_moe", "--tp-size 2 --dp-size 2 --ep-size 4 --enable-eplb"),
-       ("deepseek_v3", "--dp-size 2 --ep-size 2")]
+FEW = [("qwen3_moe", "--tp-size 2 --dp-size 2 --ep-size 4 --enable-eplb"),
+       pytest.param("qwen3", "--dp-size 2", marks=pytest.mark.slow),
+       pytest.param("deepseek_v3", "--dp-size 2 --ep-size 2", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

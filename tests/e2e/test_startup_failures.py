@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.server import FAST, START_DEADLINE, poll
+from tests.support.short_paths import short_directory
 
 pytestmark = pytest.mark.multiprocess
 
@@ -98,9 +99,8 @@ class Outcome:
 
 
 def start(case: Case, model: Path, root: Path, port: int = 0) -> Outcome:
-    directory, tmp = root / "model", root / "tmp"
+    directory, tmp = root / "model", short_directory()
     shutil.copytree(model, directory)
-    tmp.mkdir()
     case.damage(directory)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XLLM_NPU_")}
     process = subprocess.Popen(

@@ -35,6 +35,8 @@ WAYS = {
     "graph": {**CHUNKS, "enable_graph": True, "graph_batch_sizes": (1, 4, 16)},
 }
 SLOW_GRAPH = pytest.param("graph", marks=pytest.mark.slow)
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("no shared memory", "virtual memory",
+                                                                    "memory that grows", "preemption")]
 
 
 def workers() -> list[psutil.Process]:
@@ -61,7 +63,8 @@ def model(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("way", [*list(WAYS)[:-1], SLOW_GRAPH])
+@pytest.mark.parametrize("way", ["everything on", "everything off", "memory that grows, preemption", *SLOW_WAYS,
+                                 SLOW_GRAPH])
 def test_same_tokens(model, way):
     directory, expected = model("llama")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, **WAYS[way])

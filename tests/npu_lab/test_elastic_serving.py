@@ -17,7 +17,7 @@ BLOCKS = {"torch": {"attention_backend": "torch", "block_size": 2048}, "triton":
 
 
 @pytest.mark.parametrize("backend", BLOCKS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("fixed", marks=pytest.mark.slow), "elastic"])
 def test_same_tokens_as_on_the_cpu(model, kind, backend, monkeypatch) -> None:  # noqa: F811
     directory, expected = model("llama")
     taken = []

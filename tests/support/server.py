@@ -21,6 +21,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.short_paths import short_directory
+
 DEADLINE = 30.0  # for what should take a second or two; the machine may be busy
 START_DEADLINE = 200.0  # a machine's first start compiles kernels
 POLL = 0.02
@@ -48,7 +50,7 @@ class ServerProcess:
                  prefix: Sequence[str] = ()) -> None:
         self._model, self._ready = str(model), ready
         self._directory = directory
-        self._tmp = directory / "tmp"
+        self._tmp = short_directory()
         self.uds = str(directory / "server.socket") if uds else None
         address = ["--uds", self.uds] if self.uds else ["--port", "0"]
         named = [self._model] if self._model else []  # else what a configuration file names
@@ -61,7 +63,7 @@ class ServerProcess:
         return cls("", directory, "--config-json-file", str(file), *flags, uds=uds)
 
     def __enter__(self) -> Self:
-        self._tmp.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("XLLM_NPU_")}
         environment |= {"TMPDIR": str(self._tmp), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with open(self._directory / "stdout", "wb") as out, open(self._directory / "stderr", "wb") as err:

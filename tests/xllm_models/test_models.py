@@ -167,6 +167,7 @@ def close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow  # the next one meets the same code
 def test_whole_prefill(case):
     directory, model = case
     paged, prompts = PagedModel(directory), [tokens(37, 1), tokens(5, 2)]
@@ -196,7 +197,7 @@ def test_reference_operators_and_attention_agree(case):
     close(ours, expected_logits(model, ids))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_stays_near(case, dtype):
     directory, model = case
     paged, ids = PagedModel(directory, dtype=dtype), tokens(30, 6)

@@ -74,7 +74,7 @@ def test_the_cpu_backend_agrees(checkpoint, model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "olmo2", "exaone4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_is_close(checkpoint, model_type, dtype):
     check(checkpoint(model_type), 0.1, dtype=dtype, attention="numba")
 

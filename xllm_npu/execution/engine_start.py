@@ -12,6 +12,7 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_memory import connect_memory
 from xllm_npu.execution.rank import Rank, of_rank
+from xllm_npu.execution.socket_directory import socket_parent
 from xllm_npu.execution.worker import Worker
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
@@ -42,7 +43,7 @@ def start_engine(settings: Settings, init: EngineInit | None, progress: Progress
     """
     if init is not None:
         return _start(settings, init, progress, overlap)
-    directory = tempfile.mkdtemp(prefix="xllm-npu-")
+    directory = tempfile.mkdtemp(prefix="xllm-npu-", dir=socket_parent())
     try:
         return _start(settings, local_init(settings, directory), progress, overlap)
     finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from xllm_npu.config.settings import Settings
+from xllm_npu.execution.socket_directory import socket_parent
 from xllm_npu.master.dp_router import Affinity, DpRouter
 from xllm_npu.master.engine_client import ENGINE, Clue, Ending, EngineClient
 from xllm_npu.master.engine_plan import EnginePlan
@@ -266,7 +266,7 @@ class EngineGroup:
 
 def new_directory() -> Path:
     """A name for the sockets' directory that nobody can guess; it is not made yet."""
-    return Path(tempfile.gettempdir()) / f"xllm-npu-{secrets.token_urlsafe(6)}"
+    return Path(socket_parent()) / f"xllm-npu-{secrets.token_urlsafe(6)}"
 
 
 def disagreement(ready: Sequence[EngineReady]) -> str | None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from xllm_npu.config.settings import Settings, setting_fields
+from xllm_npu.execution.socket_directory import socket_parent
 from xllm_npu.master.cluster.identity import OWN_SETTINGS
 from xllm_npu.master.cluster.messages import EntryPoint, Exited, Start, Started
 from xllm_npu.master.launcher import ENTRY_POINTS, ending
@@ -59,9 +60,9 @@ class Children:
         """Reports Started and later Exited; only the latter where it cannot be started."""
         directory = None
         try:
-            self._directory = self._directory or tempfile.mkdtemp(prefix="xllm-npu-")
+            self._directory = self._directory or tempfile.mkdtemp(prefix="xllm-npu-", dir=socket_parent())
             if order.entry == "engine":
-                directory = tempfile.mkdtemp(prefix="xllm-npu-")
+                directory = tempfile.mkdtemp(prefix="xllm-npu-", dir=socket_parent())
             line = localized(order, self._settings, directory, self._directory)
             process = await asyncio.create_subprocess_exec(
                 *self._commands[order.entry], stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
