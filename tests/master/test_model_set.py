@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 
 import pytest
 
 from tests.service.fake_master import INFO, FakeMaster
+from tests.support.short_paths import short_directory
 from xllm_npu.config.load import load
 from xllm_npu.master.llm_master import EngineStatus
 from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel, StartFailed, UnknownModel
+
+
+@pytest.fixture(autouse=True)
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets that are not shut down leave their ledgers' directory behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_directory()))
 
 
 class StartingMaster(FakeMaster):
