@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -20,6 +19,7 @@ from tests.support.cluster import (
     until,
     worker_line,
 )
+from tests.support.short_paths import short_directory
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.device_probe import DeviceReport
 from xllm_npu.master.cluster import link
@@ -234,7 +234,8 @@ async def test_ports_are_free_and_different():
         assert len(set(ports)) == 20
 
 
-async def test_an_engine_gets_a_directory_that_goes_with_it(tmp_path: Path, monkeypatch):
+async def test_an_engine_gets_a_directory_that_goes_with_it(monkeypatch):
+    tmp_path = short_directory()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = ("import sys, json, pathlib; told = json.loads(sys.stdin.readline())['directory'];"
             "pathlib.Path(told, 'here').touch(); sys.stdin.read()")
@@ -242,11 +243,11 @@ async def test_an_engine_gets_a_directory_that_goes_with_it(tmp_path: Path, monk
         node = await joined(made, code)
         child = await node.start("engine", engine_line())
         await until(lambda: [*tmp_path.glob("*/here")], "the engine to use it")
-        (found,) = tmp_path.glob("*/here")  # noqa: ASYNC240
+        (found,) = tmp_path.glob("*/here")
         assert found.parent.stat().st_mode & 0o777 == 0o700
         child.kill()
         await until(lambda: not found.parent.exists(), "the directory to go")
-        assert len([*tmp_path.glob("xllm-npu-*")]) == 1, "that of the ledgers stays"  # noqa: ASYNC240
+        assert len([*tmp_path.glob("xllm-npu-*")]) == 1, "that of the ledgers stays"
     await until(lambda: not [*tmp_path.glob("xllm-npu-*")], "that too to go")
 
 
