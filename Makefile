@@ -10,7 +10,7 @@ ARGS ?=
 # `make test` pulls the default model first, unless it is in the user's cache.
 # For pytest: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
-# Test files run side by side, so many at once; 0: all in one process.
+# Test files run side by side, so many at once; 0: all in one process. Those that start servers run alone.
 TEST_JOBS ?= 2
 
 # For `make test-npu`; torch-npu and the CPU's torch live apart.
@@ -21,6 +21,8 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 NPU_INSTALLED := $(NPU_VENV)/.installed-npu
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist loadfile
+EVERY_CHANGE := not slow and not npu_lab and not cuda and not ray
+NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no test
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -34,7 +36,8 @@ serve: install  ## install, get the default model if needed, and serve it (ARGS:
 
 test: install-dev  ## all tests that need nothing but this machine, in minutes
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERY_CHANGE) and not multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
+	$(BIN)/python -m pytest -m "$(EVERY_CHANGE) and multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
@@ -46,7 +49,7 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
-	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest $(SIDE_BY_SIDE) -m "npu_lab and not slow" tests/npu_lab $(PYTEST_ARGS)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m "npu_lab and not slow" tests/npu_lab $(PYTEST_ARGS)
 
 test-npu-full: $(NPU_INSTALLED)  ## its slow tests too
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2

@@ -33,8 +33,14 @@ TOKENS = 40
 
 
 def processes(module: str) -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True)
-            if p.status() != psutil.STATUS_ZOMBIE and module in p.cmdline()]
+    """Of engines that this process started itself; servers of other tests may run beside them."""
+    engines = [p for p in psutil.Process().children() if _runs(p, ENGINE)]
+    children = [child for engine in engines for child in engine.children(recursive=True)]
+    return [p for p in engines + children if _runs(p, module)]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE and module in process.cmdline()
 
 
 async def undisturbed(master: LLMMaster) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,9 +17,12 @@ from xllm_npu.master.model_set import ModelSet, ServedModel, StartFailed, Unknow
 
 
 @pytest.fixture(autouse=True)
-def own_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets that are not shut down leave their ledgers' directory behind."""
-    monkeypatch.setattr(tempfile, "tempdir", str(short_directory()))
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ledgers' directory is made by engines: if this process were killed before there is one, it would stay."""
+    directory = short_directory()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    yield
+    assert list(directory.iterdir()) == []
 
 
 class StartingMaster(FakeMaster):

@@ -176,7 +176,8 @@ def main() -> int:
     if not line.endswith(b"\n"):  # the parent died before it had said everything, and so before it made anything
         return EXIT_FAILED
     init = msgspec.json.decode(line, type=EngineInit)
-    os.makedirs(init.directory, mode=0o700, exist_ok=True)  # the parent may be slower, or on another machine
+    for directory in filter(None, (init.directory, init.ledgers)):  # the parent may be slower, or on another machine
+        os.makedirs(directory, mode=0o700, exist_ok=True)
     follow_parent(lambda: remove_directories(init))  # not sooner: it would be made again behind its back
     settings = Settings.model_validate_json(init.settings)
     setup_logging(settings.service.log_level)

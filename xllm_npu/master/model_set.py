@@ -124,7 +124,6 @@ class ModelSet:
 
     async def start(self) -> None:
         """Until all are ready. Raises StartFailed for the first that cannot be."""
-        self._ledgers.mkdir(mode=0o700)
         for model in self._models:
             await self._start(model, patient=True)
 
