@@ -57,6 +57,7 @@ def test_done_when_1_resident_bytes_follow_live_kv(tiny_dir: Path, tmp_path: Pat
         assert everything_after <= 1.05 * everything
 
 
+@pytest.mark.slow
 def test_data_parallel_engines_grow_and_shrink_alone(tiny_dir: Path, tmp_path: Path):
     with ServerProcess(tiny_dir, tmp_path, *FLAGS, "--dp-size", "2") as server:
 

@@ -68,6 +68,7 @@ def test_one_dies_and_the_other_serves_on(models, tmp_path: Path):
         assert server.wait() == 1
 
 
+@pytest.mark.slow
 def test_a_model_is_restarted_alone(models, tmp_path: Path):
     flags = (str(models[1]), "--restart-on-failure")
     with ServerProcess(models[0], tmp_path, *flags) as server, server.client() as client:
