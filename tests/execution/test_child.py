@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from xllm_npu.execution.child import remove_directory
+from xllm_npu.execution.child import lacks_memory, remove_directory
+from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 from xllm_npu.state.launch import EngineInit
 
 
@@ -52,3 +53,13 @@ def test_an_engine_whose_parent_is_dead_already(tmp_path: Path):
         engine.communicate(msgspec.json.encode(init) + b"\n", timeout=60)
         assert engine.returncode == 1
         assert list(tmp_path.iterdir()) == []
+
+
+def test_want_of_memory_is_found_among_causes_that_may_be_a_ring():
+    error, other = RuntimeError("a worker died"), RuntimeError("a collective failed")
+    error.__cause__ = error
+    assert not lacks_memory(error)
+    error.__cause__, other.__cause__ = other, error
+    assert not lacks_memory(error)
+    other.__cause__ = PageGrowthRefused("driver", "no memory")
+    assert lacks_memory(error)

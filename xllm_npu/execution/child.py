@@ -54,10 +54,14 @@ def lacks_memory(error: BaseException) -> bool:
     from xllm_npu.memory.kv_capacity import CacheTooSmall
     from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 
+    seen: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, CacheTooSmall | PageGrowthRefused | OutOfMemoryError):
+    while cause is not None and id(cause) not in seen:  # an error may be raised from itself
+        if isinstance(cause, CacheTooSmall | PageGrowthRefused | OutOfMemoryError):
+            return True
+        seen.add(id(cause))
         cause = cause.__cause__
-    return cause is not None
+    return False
 
 
 def explains(error: BaseException) -> bool:

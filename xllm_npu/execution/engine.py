@@ -52,9 +52,10 @@ class Engine:
         try:
             return self._worker.receive()
         except Exception as error:
-            if self._others is not None:
-                raise self._others.cause(error) from error
-            raise
+            cause = error if self._others is None else self._others.cause(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def execute(self, group: BatchGroup) -> StepResult:
         self.submit(group)
