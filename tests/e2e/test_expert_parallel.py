@@ -56,9 +56,9 @@ def test_same_tokens(checkpoint, way, caplog):
     assert ("times the mean" in caplog.text) == way.startswith("experts move")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow if "four" in way else ()) for way in OVER_HTTP])
+@pytest.mark.parametrize("way", OVER_HTTP)
 def test_same_tokens_over_http_from_data_parallel_ranks(checkpoint, tmp_path, way):
     directory, cases = checkpoint
     with ServerProcess(directory, tmp_path, *OVER_HTTP[way], "--dtype", "float32", "--max-cache-size", "24MiB",

@@ -57,6 +57,7 @@ def check_tiny(models, tmp_path, name: str, way: str) -> None:
         check(server, cases, flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), FEW)
 def test_few(models, tmp_path, name, way):
     check_tiny(models, tmp_path, name, way)
