@@ -82,6 +82,7 @@ def test_a_model_is_restarted_alone(models, tmp_path: Path):
         assert alpha in server.children_of_kind(ENGINE, 2)
 
 
+@pytest.mark.slow
 def test_settings_of_one_model_and_a_second_ctrl_c(models, tmp_path: Path):
     """The file's entry wins over the flags of all models."""
     file = tmp_path / "several.json"
