@@ -184,6 +184,7 @@ async def test_a_dead_fork_may_be_made_again():
     fork.master.status = EngineStatus.DEAD
     assert (await models.fork("a", "f")).master.name == "f2"
     assert [model.master.name for model in models] == ["a", "f2"]
+    assert "shutdown f 0" in log, "what is left of the dead one would stay"
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -22,7 +22,7 @@ def plan_on_one_machine(
 ) -> list[EnginePlan]:
     """One engine a data-parallel rank, with sockets in `directory`.
 
-    `ledgers`: the directory, which exists, that all models of the server keep the ledgers of their devices in.
+    `ledgers`: the directory, made by engines, that all models of the server keep the ledgers of their devices in.
     `weights_from`: that of a model with the same settings, whose weights these engines share.
     """
     tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size

@@ -160,7 +160,7 @@ class ModelSet:
         done.
         """
         parent = self.of(source)
-        self._forget_dead_fork(new_name)
+        await self._forget_dead_fork(new_name)
         task = self._forks.get(new_name)
         if task is not None and task[0] is parent:
             return await asyncio.shield(task[1])
@@ -175,11 +175,14 @@ class ModelSet:
         if task.cancelled() or task.exception() is not None:
             del self._forks[name]
 
-    def _forget_dead_fork(self, name: str) -> None:
+    async def _forget_dead_fork(self, name: str) -> None:
+        """What is left of it goes: sockets, their directory, threads."""
         model = self._by_name.get(name)
         if name in self._forks and model is not None and model.master.status is EngineStatus.DEAD:
             self._models.remove(model)
             del self._by_name[name], self._forks[name]
+            self._started.remove(model.master)
+            await model.master.shutdown(0)
 
     async def _fork(self, parent: ServedModel, name: str) -> ServedModel:
         if parent.master.status is not EngineStatus.READY:
