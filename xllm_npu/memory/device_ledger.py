@@ -2,15 +2,14 @@
 
 One ledger a device of a machine, under every model and every rank on it, so that ceilings count for all together. Each
 process has a slot with the bytes it has reserved; a slot counts for as long as somebody holds its lock, which the
-kernel gives back when a process ends in whatever way. Locks are those of open file descriptions (F_OFD_SETLK in
-fcntl(2)): a `LedgerShare` is one that several processes hold, for memory that lives until the last lets go of it.
-Everybody brings a limit along, for what all together may have. Knows bytes; no pages, no device.
+kernel gives back when a process ends in whatever way. A `LedgerShare` is a slot whose lock several processes hold, for
+memory that lives until the last lets go of it (see xllm_platform.record_locks). Everybody brings a limit along, for
+what all together may have. Knows bytes; no pages, no device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xllm_platform.base import OutOfMemoryError
+from xllm_platform.record_locks import is_locked, set_lock
 
 NUM_SLOTS = 1024
 _SLOT = struct.Struct("=Q")
@@ -114,16 +114,16 @@ class DeviceLedger:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         with self._lock:  # threads of this process share the description, and so its locks
-            _set_lock(self._file, _MUTEX, fcntl.F_WRLCK, fcntl.F_OFD_SETLKW)
+            set_lock(self._file, "alone", _MUTEX, 1, wait=True)
             try:
                 yield
             finally:
-                _set_lock(self._file, _MUTEX, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
+                set_lock(self._file, "free", _MUTEX, 1)
 
     def _take_slot(self, file: int) -> int:
         for slot in range(NUM_SLOTS):
             with contextlib.suppress(BlockingIOError):
-                _set_lock(file, _LIVES + slot, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
+                set_lock(file, "alone", _LIVES + slot, 1)
                 self._set(slot, 0)
                 return slot
         raise RuntimeError(f"{self._path} has slots for {NUM_SLOTS} processes, and all are taken.")
@@ -132,7 +132,7 @@ class DeviceLedger:
         """Slots of those that have ended are emptied."""
         total = 0
         for slot, (value,) in enumerate(_SLOT.iter_unpack(self._slots[:])):
-            if value and slot != self._own and not _is_locked(self._file, _LIVES + slot):
+            if value and slot != self._own and not is_locked(self._file, _LIVES + slot, 1):
                 self._set(slot, 0)
             else:
                 total += value
@@ -156,17 +156,3 @@ class LedgerShare:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
-
-
-def _flock(kind: int, start: int) -> bytes:
-    return struct.pack("hhqqi", kind, os.SEEK_SET, start, 1, 0)  # struct flock, one byte
-
-
-def _set_lock(file: int, start: int, kind: int, command: int) -> None:
-    fcntl.fcntl(file, command, _flock(kind, start))
-
-
-def _is_locked(file: int, start: int) -> bool:
-    """By another description than this one."""
-    answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, start))
-    return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)

@@ -4,19 +4,17 @@ A physical page is a piece of the file: fallocate commits it, a punched hole giv
 was mapped before. A reserved range is mapped without access; touching it where no page is mapped ends the process, as
 it would fault on a device. A committed page reads as zero. Each mapping is one of the process's `vm.max_map_count`.
 
-A page that other processes have too is theirs by a shared lock of their open file description (F_OFD_SETLK in fcntl(2))
-on its piece of the file: who releases it and then gets the lock alone was the last, and punches the hole.
+A page that other processes have too is theirs by a shared lock of their open file description (record_locks.py) on its
+piece of the file: who releases it and then gets the lock alone was the last, and punches the hole.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import math
 import mmap
 import os
-import struct
 import threading
 import time
 import weakref
@@ -25,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from xllm_platform.base import OutOfMemoryError, PlatformError, VirtualMemoryDriver
+from xllm_platform.record_locks import set_lock
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +102,8 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
             holes = self._holes.get(size)
             offset = holes.pop() if holes else self._end
             if offset in self._shared_once:
-                _lock(self._file, fcntl.F_WRLCK, offset, size, wait=True)
-                _lock(self._file, fcntl.F_UNLCK, offset, size)
+                set_lock(self._file, "alone", offset, size, wait=True)
+                set_lock(self._file, "free", offset, size)
             if self._libc.fallocate(self._file, 0, offset, size):
                 error = _error("fallocate")
                 self._libc.fallocate(self._file, _PUNCH_HOLE | _KEEP_SIZE, offset, size)  # it may have got a part
@@ -137,7 +136,7 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
                 raise PlatformError(f"Page {page} is another process's, which alone can export it.")
             passed = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
             for description in (file, passed):
-                _lock(description, fcntl.F_RDLCK, offset, size)
+                set_lock(description, "shared", offset, size)
             os.lseek(passed, offset, os.SEEK_SET)
             self._exported.add(page)
             self._shared_once.add(offset)
@@ -157,16 +156,16 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
             offset = os.lseek(exported, 0, os.SEEK_CUR)
             if offset + size > found.st_size:
                 raise PlatformError(f"The descriptor has no page of {size} bytes.")
-            _lock(file, fcntl.F_RDLCK, offset, size)
+            set_lock(file, "shared", offset, size)
             self._last_page += 1
             self._pages[self._last_page] = file, offset, size
             return self._last_page
 
     def _give_up(self, file: int, offset: int, size: int) -> None:
         """A page that other processes may have too."""
-        _lock(file, fcntl.F_UNLCK, offset, size)
+        set_lock(file, "free", offset, size)
         try:
-            _lock(file, fcntl.F_WRLCK, offset, size)
+            set_lock(file, "alone", offset, size)
         except BlockingIOError:
             if file == self._file:
                 self._left.append((offset, size))
@@ -174,7 +173,7 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
         try:
             self._punch(file, offset, size)
         finally:
-            _lock(file, fcntl.F_UNLCK, offset, size)
+            set_lock(file, "free", offset, size)
 
     def _punch_what_was_left(self) -> None:
         """The last who had a piece has punched it, unless it was ended."""
@@ -257,12 +256,6 @@ class MemfdVirtualMemory(VirtualMemoryDriver):
         if page not in self._pages:
             raise PlatformError(f"There is no page {page:#x}.")
         return self._pages[page]
-
-
-def _lock(file: int, kind: int, offset: int, size: int, wait: bool = False) -> None:
-    """Raises BlockingIOError if another description has a lock that forbids it, and this is not to wait for it."""
-    fcntl.fcntl(file, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK,
-                struct.pack("hhqqi", kind, os.SEEK_SET, offset, size, 0))
 
 
 def _error(call: str) -> PlatformError:
