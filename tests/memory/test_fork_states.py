@@ -24,9 +24,10 @@ from xllm_npu.memory.growth import GrowthLimits, GrowthRule
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.weight_export import WeightExporter
 from xllm_npu.memory.weight_import import WeightImporter, WeightsUnavailable
-from xllm_npu.memory.worker_residency import KV_CACHE, WEIGHTS, WorkerResidency
+from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageAllocator, PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG
 
 DRIVER_CALLS = ("create_page", "map", "unmap", "release_page", "export_page", "import_page", "reserve")
 VERBS = ("prepare", "commit", "abort", "unmap", *LOSSES)
@@ -80,7 +81,7 @@ class Process:
 
     @property
     def sleeps(self) -> bool:
-        return self.coordinator.awake != {WEIGHTS, KV_CACHE}
+        return self.coordinator.awake != {WEIGHTS_TAG, KV_CACHE_TAG}
 
     def heal(self) -> None:
         for driver, model, wire in zip(self.drivers, self.models, self.wires):
@@ -169,7 +170,7 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data):
         process = data.draw(st.sampled_from(self.family))
-        if KV_CACHE in process.coordinator.awake:
+        if KV_CACHE_TAG in process.coordinator.awake:
             self.attempt(process, lambda: process.taken.append(process.pages.take()))
 
     @precondition(lambda self: self.family)
@@ -184,7 +185,7 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(data=st.data(), level=st.sampled_from((1, 2)))
     def sleep(self, data, level):
         process = data.draw(st.sampled_from(self.family))
-        if KV_CACHE not in process.coordinator.awake:
+        if KV_CACHE_TAG not in process.coordinator.awake:
             return
         gone, process.taken = process.taken, []
 
@@ -200,7 +201,7 @@ class ForkMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tags=st.sampled_from((["weights"], ["kv_cache"], ["weights", "kv_cache"])))
     def wake(self, data, tags):
         process = data.draw(st.sampled_from([process for process in self.family if process.sleeps]))
-        slept = KV_CACHE not in process.coordinator.awake
+        slept = KV_CACHE_TAG not in process.coordinator.awake
         if self.attempt(process, lambda: process.coordinator.wake(tags)) and slept and "kv_cache" in tags:
             process.pages.thaw()
 

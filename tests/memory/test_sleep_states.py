@@ -14,8 +14,8 @@ from tests.support.book_driver import fail_nth
 from tests.support.sleeping_workers import LAYOUT, LOSSES, Workers, offsets
 from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
-from xllm_npu.memory.worker_residency import KV_CACHE
 from xllm_npu.state.kv_cache.page_allocator import PageAllocator, PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG
 
 PAGE = LAYOUT.total_page_bytes
 DRIVER_CALLS = ("create_page", "map", "unmap", "release_page")
@@ -49,7 +49,7 @@ class SleepMachine(RuleBasedStateMachine):
         finally:
             self.workers.heal()
 
-    @precondition(lambda self: not self.lost and KV_CACHE in self.awake)
+    @precondition(lambda self: not self.lost and KV_CACHE_TAG in self.awake)
     @rule()
     def take(self):
         self.attempt(lambda: self.taken.append(self.pages.take()), PageGrowthRefused)
@@ -64,7 +64,7 @@ class SleepMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.lost and not self.taken)
     @rule(level=st.sampled_from((1, 2)))
     def sleep(self, level):
-        was_awake = KV_CACHE in self.awake
+        was_awake = KV_CACHE_TAG in self.awake
         if was_awake and not self.attempt(self.pages.freeze):
             return
         if not self.attempt(lambda: self.workers.coordinator.sleep(level), SleepFailed) and was_awake and not self.lost:
@@ -73,7 +73,7 @@ class SleepMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.lost)
     @rule(tags=st.sets(st.sampled_from(("weights", "kv_cache"))))
     def wake(self, tags):
-        thaws = KV_CACHE in tags and KV_CACHE not in self.awake
+        thaws = KV_CACHE_TAG in tags and KV_CACHE_TAG not in self.awake
         if self.attempt(lambda: self.workers.coordinator.wake(tags), PageGrowthRefused) and thaws:
             self.pages.thaw()
 
@@ -113,7 +113,7 @@ class SleepMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages") or self.lost:
             return
         self.pages.check_integrity()
-        mapped = self.pages.stats().mapped if KV_CACHE in self.awake else 0
+        mapped = self.pages.stats().mapped if KV_CACHE_TAG in self.awake else 0
         self.workers.check(mapped, "weights" in self.awake)
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from tests.support.book_driver import GRANULE, fail_nth
 from tests.support.sleeping_workers import LAYOUT, LOSSES, WEIGHT_PAGES, Workers, offsets
-from xllm_npu.memory.coordinator import KV, WEIGHTS, SleepFailed
+from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.worker_memory import MemoryCall
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -25,7 +26,7 @@ def test_rules_43_and_49_all_workers_sleep_and_wake_in_one_transaction_each(leve
     workers.check(1, True)
     for wire in workers.wires:
         said = [(call.verb, call.tags) for call in wire.heard if call.verb not in ("growable", "weight_pages")]
-        assert said == [("prepare_sleep", []), ("commit_sleep", []), ("prepare_wake", ["kv_cache", "weights"]),
+        assert said == [("prepare_sleep", []), ("commit_sleep", []), ("prepare_wake", ["weights", "kv_cache"]),
                         ("commit_wake", []), ("finish_wake", [])]
     workers.coordinator.map(offsets(1))
     workers.check(2, True)
@@ -64,7 +65,7 @@ def test_a_sleeping_model_sleeps_deeper_and_not_lighter():
 def test_rule_7_one_ledger_for_weights_and_kv_cache():
     workers = Workers(total_pages=2)
     budget = workers.coordinator.budget
-    assert (budget.reserved(WEIGHTS), budget.reserved(KV)) == (5, 3)
+    assert (budget.reserved(WEIGHTS_TAG), budget.reserved(KV_CACHE_TAG)) == (5, 3)
     workers.coordinator.map(offsets(1))
     with pytest.raises(PageGrowthRefused):
         workers.coordinator.map(offsets(2))
@@ -212,7 +213,7 @@ def test_rule_45_an_abort_that_is_not_acknowledged_is_fatal(way):
     setattr(workers.wires[1], way, fail_nth("abort", 1, TimeoutError))
     with pytest.raises(MemoryOwnershipLost, match="after a failed"):
         workers.coordinator.wake()
-    assert workers.coordinator.budget.reserved(WEIGHTS) == 5, "the reservation stays with what is unknown"
+    assert workers.coordinator.budget.reserved(WEIGHTS_TAG) == 5, "the reservation stays with what is unknown"
 
 
 def test_rules_28_and_40_a_wake_up_asks_for_memory_as_growth_does():

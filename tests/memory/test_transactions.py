@@ -11,13 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from xllm_platform.base import AllocatorStats, OutOfMemoryError, PlatformError
 
 from tests.support.book_driver import GRANULE, BookDriver, fail_nth
-from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
 from xllm_npu.memory.growth import GrowthLimits, GrowthRule
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.worker_memory import LocalWorkerMemory, MemoryCall
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageAllocator, PageGrowthRefused
 from xllm_npu.state.kv_cache.page_layout import PageLayout
+from xllm_npu.state.messages import KV_CACHE_TAG
 
 LAYOUT = PageLayout(page_bytes=GRANULE, block_bytes=1024, num_pages=6, num_regions=3)
 PAGE = LAYOUT.total_page_bytes
@@ -51,7 +52,7 @@ class Workers:
             resources.check_integrity()
             assert len(driver.mapped) == len(driver.pages) == pages * LAYOUT.num_regions
         self.coordinator.budget.check_integrity()
-        assert self.coordinator.budget.reserved(KV) == pages * LAYOUT.num_regions
+        assert self.coordinator.budget.reserved(KV_CACHE_TAG) == pages * LAYOUT.num_regions
 
 
 def offsets(*pages: int) -> list[int]:

@@ -28,9 +28,10 @@ from xllm_npu.memory.weight_contents import SleepOptions
 from xllm_npu.memory.weight_export import BATCH, WeightExporter
 from xllm_npu.memory.weight_import import WeightImporter, WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
-from xllm_npu.memory.worker_residency import KV_CACHE, WEIGHTS, WorkerResidency
+from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG
 
 PAGE = 4096
 NUM_PAGES = BATCH + 3
@@ -81,7 +82,7 @@ class Worker:
 
     def wake(self) -> None:
         self._transactions += 1
-        self.residency.prepare_wake(self._transactions, (WEIGHTS, KV_CACHE))
+        self.residency.prepare_wake(self._transactions, (WEIGHTS_TAG, KV_CACHE_TAG))
         self.residency.commit_wake(self._transactions)
         self.residency.finish_wake(self._transactions)
 
@@ -215,7 +216,7 @@ def test_twenty_cycles_leave_nothing(tmp_path):
 def test_a_wake_up_that_is_aborted_returns_the_lease(tmp_path):
     with family(tmp_path) as (parent, fork):
         fork.sleep()
-        fork.residency.prepare_wake(77, (WEIGHTS,))
+        fork.residency.prepare_wake(77, (WEIGHTS_TAG,))
         fork.residency.abort(77)
         until(lambda: parent.ledger.reserved == WEIGHT_BYTES, "the lease to end")
         fork.memory.check_integrity()

@@ -15,11 +15,12 @@ from xllm_platform.base import PlatformError
 from tests.memory.test_transactions import LAYOUT, Workers, offsets
 from tests.support import sleeping_workers
 from tests.support.book_driver import fail_nth
-from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator, SleepFailed
+from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator, SleepFailed
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.worker_memory import LocalWorkerMemory, MemoryCall
 from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient, WorkerMemoryRpcServer, WorkerMemoryUnreachable
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG
 
 
 class Remote(Workers):
@@ -87,7 +88,8 @@ def test_rule_45_a_worker_that_does_not_answer_is_fatal(tmp_path):
     workers.drivers[1].fault = hang  # type: ignore[assignment]
     with pytest.raises(MemoryOwnershipLost, match="did not answer within"):
         coordinator.map(offsets(1))
-    assert coordinator.budget.reserved(KV) == 2 * LAYOUT.num_regions, "the reservation stays with what is unknown"
+    reserved = coordinator.budget.reserved(KV_CACHE_TAG)
+    assert reserved == 2 * LAYOUT.num_regions, "the reservation stays with what is unknown"
     stuck.set()
     client.close()
     server.close()

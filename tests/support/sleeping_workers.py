@@ -8,13 +8,14 @@ from typing import Any
 from xllm_platform.base import AllocatorStats
 
 from tests.support.book_driver import GRANULE, BookDriver
-from xllm_npu.memory.coordinator import KV, WEIGHTS, DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
 from xllm_npu.memory.growth import GrowthLimits, GrowthRule
 from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_memory import LocalWorkerMemory, MemoryCall
 from xllm_npu.memory.worker_residency import WorkerResidency
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_layout import PageLayout
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG
 
 LAYOUT = PageLayout(page_bytes=GRANULE, block_bytes=1024, num_pages=6, num_regions=3)
 PAGE = LAYOUT.total_page_bytes
@@ -131,8 +132,8 @@ class Workers:
                 assert model.words == LOADED
         budget = self.coordinator.budget
         budget.check_integrity()
-        assert budget.reserved(KV) == kv_pages * LAYOUT.num_regions
-        assert budget.reserved(WEIGHTS) == (max(WEIGHT_PAGES) if weights else 0)
+        assert budget.reserved(KV_CACHE_TAG) == kv_pages * LAYOUT.num_regions
+        assert budget.reserved(WEIGHTS_TAG) == (max(WEIGHT_PAGES) if weights else 0)
 
 
 def weights_of(pages: int) -> Any:

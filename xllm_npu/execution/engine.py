@@ -6,13 +6,14 @@ one runs. Knows no policy: what runs is the scheduler's choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from xllm_npu.execution.engine_memory import EngineMemory
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.state.batch import BatchGroup, StepResult
+from xllm_npu.state.messages import TAGS
 
 
 class SleepUnavailable(RuntimeError):
@@ -74,7 +75,7 @@ class Engine:
         assert level in (1, 2)
         return self._sleeper().sleep(level)
 
-    def wake(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None:
+    def wake(self, tags: Collection[str] = TAGS) -> None:
         """Take memory back for those of `tags` that sleep, on all ranks or none, and fill the weights.
 
         Raises SleepUnavailable, PageGrowthRefused (then all is as before), or MemoryOwnershipLost, which is fatal.

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from xllm_npu.execution.worker_group import WorkerGroup
 from xllm_npu.execution.worker_messages import WorkerReady
-from xllm_npu.memory.coordinator import KV, DistributedVirtualMemoryCoordinator
+from xllm_npu.memory.coordinator import DistributedVirtualMemoryCoordinator
 from xllm_npu.memory.worker_memory import LocalWorkerMemory
 from xllm_npu.memory.worker_memory_registry import WorkerMemoryRegistry
 from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcClient
-from xllm_npu.memory.worker_residency import WEIGHTS
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG, OwnedPages
 
@@ -27,14 +26,14 @@ class EngineMemory(DistributedVirtualMemoryCoordinator):
         """What the ledger says; costs little."""
         owned: list[OwnedPages] = []
         if self.has_weights:
-            mapped = self.budget.reserved(WEIGHTS)
+            mapped = self.budget.reserved(WEIGHTS_TAG)
             owned.append(OwnedPages(owner=WEIGHTS_TAG, page_bytes=self._page_bytes, mapped=mapped, pinned=mapped,
-                                    slots=self._at_rest[WEIGHTS], ranks=len(self._workers)))
+                                    slots=self._at_rest[WEIGHTS_TAG], ranks=len(self._workers)))
         if self._layout is not None:
-            mapped, regions = self.budget.reserved(KV), self._layout.num_regions
-            owned.append(OwnedPages(
-                owner=KV_CACHE_TAG, page_bytes=self._page_bytes, mapped=mapped, pinned=min(mapped, self._at_rest[KV]),
-                slots=self._layout.num_pages * regions, together=regions, ranks=len(self._workers)))
+            mapped, regions = self.budget.reserved(KV_CACHE_TAG), self._layout.num_regions
+            pinned = min(mapped, self._at_rest[KV_CACHE_TAG])
+            owned.append(OwnedPages(owner=KV_CACHE_TAG, page_bytes=self._page_bytes, mapped=mapped, pinned=pinned,
+                                    slots=self._layout.num_pages * regions, together=regions, ranks=len(self._workers)))
         return owned
 
     def close(self) -> None:

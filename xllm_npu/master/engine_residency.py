@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from xllm_npu.execution.engine import SleepUnavailable
@@ -41,7 +41,7 @@ class SleepingMemory(Protocol):
         """
         ...
 
-    def wake(self, tags: Iterable[str]) -> None:
+    def wake(self, tags: Collection[str]) -> None:
         """Memory for all of these on all ranks, or for none (rule 49). Raises PageGrowthRefused, and what is fatal."""
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import xxhash
@@ -19,12 +19,10 @@ import xxhash
 from xllm_npu.memory.ownership import MemoryOwnershipLost
 from xllm_npu.memory.page_budget import LedgerFull, WorkerPhysicalPageBudget
 from xllm_npu.memory.worker_memory import MemoryCall, WorkerMemory
-from xllm_npu.memory.worker_residency import KV_CACHE, TAGS, WEIGHTS
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 from xllm_npu.state.kv_cache.page_layout import PageLayout
+from xllm_npu.state.messages import KV_CACHE_TAG, TAGS, WEIGHTS_TAG
 
-KV = "kv"
-_OWNERS = ((WEIGHTS, WEIGHTS), (KV, KV_CACHE))  # of the ledger's slots, and what sleeps and wakes
 CAPACITY_SECONDS = 0.5  # an answer about free memory serves for so long; mapping always asks anew
 
 
@@ -51,16 +49,16 @@ class DistributedVirtualMemoryCoordinator:
         self._transactions = itertools.count()
         self._clock = clock
         self._growable, self._asked = self._ask(), clock()
-        self._at_rest = {WEIGHTS: self._weight_pages(), KV: 0}  # slots
+        self._at_rest = {WEIGHTS_TAG: self._weight_pages(), KV_CACHE_TAG: 0}  # slots
         regions = growing = slots = 0
         if layout is not None:
             regions, slots = layout.num_regions, layout.num_pages * layout.num_regions
             growing = self._growable * regions if elastic else 0
-            self._at_rest[KV] = regions if elastic else slots
+            self._at_rest[KV_CACHE_TAG] = regions if elastic else slots
         resting = sum(self._at_rest.values())
-        self.budget = WorkerPhysicalPageBudget(slots + self._at_rest[WEIGHTS], resting + growing)
+        self.budget = WorkerPhysicalPageBudget(slots + self._at_rest[WEIGHTS_TAG], resting + growing)
         self.budget.reserve(self._at_rest)
-        self.awake = {WEIGHTS, KV_CACHE}
+        self.awake = set(TAGS)  # what has memory; these own the ledger's slots
 
     @property
     def layout(self) -> PageLayout:
@@ -85,13 +83,13 @@ class DistributedVirtualMemoryCoordinator:
         """Back pages on all workers. Raises PageGrowthRefused, or MemoryOwnershipLost."""
         count = len(offsets) * self.layout.num_regions
         with self._alone():
-            self._reserve({KV: count})
+            self._reserve({KV_CACHE_TAG: count})
             transaction = next(self._transactions)
             try:
                 self._transact(transaction, [MemoryCall(verb="prepare", offsets=list(offsets)),
                                              MemoryCall(verb="commit")])
             except PageGrowthRefused:
-                self.budget.release(KV, count)
+                self.budget.release(KV_CACHE_TAG, count)
                 self._growable = 0
                 raise
             self._growable = max(0, self._growable - len(offsets))
@@ -102,14 +100,14 @@ class DistributedVirtualMemoryCoordinator:
             return
         with self._alone():
             self._insist(MemoryCall(verb="unmap", offsets=list(offsets)), "Memory could not be given back")
-            self.budget.release(KV, len(offsets) * self.layout.num_regions)
+            self.budget.release(KV_CACHE_TAG, len(offsets) * self.layout.num_regions)
             self._asked = -CAPACITY_SECONDS
 
     # Sleep and wake-up
 
     @property
     def is_awake(self) -> bool:
-        return self.awake == TAGS
+        return len(self.awake) == len(TAGS)
 
     def sleep(self, level: int) -> int:
         """Give back weights and KV cache on all workers; bytes in all. Only what is at rest of the KV cache is mapped.
@@ -126,21 +124,20 @@ class DistributedVirtualMemoryCoordinator:
                 raise SleepFailed(f"Going to sleep failed: {cause}") from cause
             freed: list[int] = []
             self._insist(MemoryCall(verb="commit_sleep", transaction=transaction), "A worker could not sleep", freed)
-            for owner, tag in _OWNERS:
-                if tag in self.awake:
-                    self.budget.release(owner, self._at_rest[owner])
+            for tag in self.awake:
+                self.budget.release(tag, self._at_rest[tag])
             self.awake = set()
             self._asked = -CAPACITY_SECONDS
             return sum(freed)
 
-    def wake(self, tags: Iterable[str] = TAGS) -> None:
+    def wake(self, tags: Collection[str] = TAGS) -> None:
         """Take back what sleeps of `tags`, on all workers and in one transaction.
 
         Raises PageGrowthRefused, and all is as before; or MemoryOwnershipLost.
         """
         with self._alone():
-            wanted = sorted(set(tags) & TAGS - self.awake)
-            slots = {owner: self._at_rest[owner] for owner, tag in _OWNERS if tag in wanted}
+            wanted = [tag for tag in TAGS if tag in tags and tag not in self.awake]
+            slots = {tag: self._at_rest[tag] for tag in wanted}
             if not wanted:
                 return
             self._reserve(slots)
@@ -149,8 +146,8 @@ class DistributedVirtualMemoryCoordinator:
                 self._transact(transaction, [MemoryCall(verb="prepare_wake", tags=wanted),
                                              MemoryCall(verb="commit_wake")])
             except PageGrowthRefused:
-                for owner, count in slots.items():
-                    self.budget.release(owner, count)
+                for tag, count in slots.items():
+                    self.budget.release(tag, count)
                 raise
             self._insist(MemoryCall(verb="finish_wake", transaction=transaction), "A worker did not end its wake-up")
             self.awake |= set(wanted)

@@ -2,7 +2,7 @@
 
 Slots become active as growth allows; a reservation never exceeds the active ones. Reservations are made before pages
 are, and returned after all workers have given theirs back, so that the ledger is never below the pool. Generic: its
-owners are names ("kv", "weights").
+owners are names ("weights", "kv_cache").
 """
 
 from __future__ import annotations

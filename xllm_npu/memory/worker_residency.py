@@ -20,11 +20,9 @@ from xllm_npu.memory.weight_import import WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
+from xllm_npu.state.messages import KV_CACHE_TAG, WEIGHTS_TAG
 
 log = logging.getLogger(__name__)
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = frozenset((WEIGHTS, KV_CACHE))
 
 
 @dataclass(slots=True)
@@ -86,8 +84,8 @@ class WorkerResidency:
         """Take physical pages for all that is asleep of `tags`. Raises PageGrowthRefused, and then has taken none."""
         r = self.resources
         with r.exclusive():
-            weights = self._weights.num_pages if WEIGHTS in tags and not self._weights.is_mapped else 0
-            offsets = r.kv_offsets_at_rest if KV_CACHE in tags and not r.kv_is_mapped else []
+            weights = self._weights.num_pages if WEIGHTS_TAG in tags and not self._weights.is_mapped else 0
+            offsets = r.kv_offsets_at_rest if KV_CACHE_TAG in tags and not r.kv_is_mapped else []
             imported = self._import() if weights else []
             own = weights - len(imported)
             try:
