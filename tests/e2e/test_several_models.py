@@ -104,6 +104,7 @@ def test_settings_of_one_model_and_a_second_ctrl_c(models, tmp_path: Path):
 
 
 def test_a_model_that_cannot_start_ends_the_server_and_is_named(models, tmp_path: Path):
-    with ServerProcess(models[0], tmp_path, str(tmp_path / "nothing" / "here"), ready=False) as server:
+    missing = tmp_path / "nothing" / "here"
+    with ServerProcess(models[0], tmp_path, str(missing), ready=False) as server:
         assert server.wait(60) == 1
-        assert "Cannot start (here): " in server.stderr or "Cannot start (" in server.stderr
+        assert f"Cannot start ({missing}): There is no directory" in server.stderr
