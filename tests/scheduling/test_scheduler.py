@@ -192,7 +192,7 @@ def test_abort_frees_within_a_step(overlap):
         driver.scheduler.add(add_request(i, range(20 + i), max_tokens=50))
     for _ in range(6):
         driver.step()
-    driver.scheduler.abort([sequence_key(i, 0) for i in range(5)] + [sequence_key(77, 0)])
+    driver.abort([sequence_key(i, 0) for i in range(5)] + [sequence_key(77, 0)])
     assert not driver.scheduler.requests
     driver.run(5)
     assert driver.scheduler.running.blocks.pool.num_used == 0
@@ -202,10 +202,23 @@ def test_aborting_the_lead_before_its_fork_keeps_the_siblings():
     driver = Driver(policy="prefill_first", max_chunk=4, vocab=50_000)
     driver.scheduler.add(add_request(1, range(20), n=3, max_tokens=4))
     driver.step()
-    driver.scheduler.abort([sequence_key(1, 0)])
+    driver.abort([sequence_key(1, 0)])
     driver.run()
     assert driver.output(1, 0) == []
     assert [driver.output(1, i) for i in (1, 2)] == [expected_output(range(20), 4, 50_000, i) for i in (1, 2)]
+
+
+def test_a_sequence_aborted_after_it_gave_way_in_mid_step_gets_no_token_of_that_step():
+    driver = Driver(overlap=True, policy="prefill_first", max_seqs=2, vocab=50_000)
+    driver.scheduler.add(add_request(1, range(9), n=2, max_tokens=1, offline=True))
+    driver.step()
+    driver.scheduler.add(add_request(9, range(30, 39), max_tokens=1))
+    group = driver.scheduler.schedule()
+    assert group is None and driver.scheduler.stats.preemptions_total == 1
+    driver.abort([sequence_key(1, 1)])
+    driver.run()
+    assert driver.output(1, 1) == []
+    assert driver.output(1, 0) == expected_output(range(9), 1, 50_000)
 
 
 def order_of_first_tokens(driver, count):

@@ -33,7 +33,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = self.driver.scheduler
         self.prompts: dict[int, tuple[list[int], int, int]] = {}
-        self.aborted: set[int] = set()
 
     def memory(self, num_blocks):
         """Arguments of `Driver`."""
@@ -70,9 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.prompts)))
         n = self.prompts[request_id][2]
         indices = data.draw(st.sets(st.integers(0, n - 1), min_size=1))
-        keys = [sequence_key(request_id, i) for i in indices]
-        self.aborted.update(keys)
-        self.scheduler.abort(keys)
+        self.driver.abort([sequence_key(request_id, i) for i in indices])
 
     @invariant()
     def everything_agrees(self):
@@ -95,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if VOCAB - 1 in wanted:
             wanted = wanted[: wanted.index(VOCAB - 1) + 1]
         got = self.driver.output(request_id, index)
-        if key in self.aborted:
+        if key in self.driver.aborted:
             assert got == wanted[: len(got)]
         else:
             assert got == wanted

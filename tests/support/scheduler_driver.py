@@ -37,7 +37,12 @@ class Driver:
         self.queue: deque[StepInput] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
+        self.aborted: set[int] = set()
         self.largest_step = 0
+
+    def abort(self, keys: list[int]) -> None:
+        self.scheduler.abort(keys)
+        self.aborted.update(keys)
 
     def step(self) -> bool:
         """One turn of the loop: schedule, and process when the pipeline is full. False when nothing is left."""
@@ -58,6 +63,7 @@ class Driver:
     def hear(self, outputs: StepOutputs) -> None:
         for key, token in zip(outputs.key_array().tolist(), outputs.token_array().tolist()):
             assert key not in self.finished, "a token after the end"
+            assert key not in self.aborted, "a token after the abort"
             self.tokens.setdefault(key, []).append(token)
         for end in outputs.finished:
             assert end.key not in self.finished, "ended twice"

@@ -76,11 +76,12 @@ class OutputProcessor:
         outputs.tokens = tokens.astype(np.int32, copy=False).tobytes()
 
     def _preempted(self, rows: I32, phase: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
-        """Rows that gave way while the step was in flight: they leave, but this token is theirs."""
+        """Rows that gave way while the step was in flight: they leave, but this token is theirs if they live."""
         live = np.zeros(rows.size, bool)
         for i in np.flatnonzero(phase == ENDED).tolist():
             sequence = self.running.by_row[rows[i]]
-            live[i] = sequence is not None and sequence.preempt_requested
+            live[i] = (sequence is not None and sequence.preempt_requested
+                       and sequence.state is not SequenceState.FINISHED)
         return live
 
     def _fail(self, rows: I32, failed: list[int], outputs: StepOutputs) -> npt.NDArray[np.bool_]:
