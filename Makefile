@@ -41,7 +41,7 @@ test: install-dev  ## all tests that need nothing but this machine, in minutes
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest -m "not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile default -m "not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
 
 test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (installs the extra)
 	$(PIP) -e '.[dev,ray]'
