@@ -1,0 +1,100 @@
+"""The shape that most models' output has: reasoning in tags, then an answer with calls in tags, each of which may lack.
+
+A format of calls and a format of reasoning, which know only their own markup, are put together here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from xllm_npu.text.output_parser import Parse
+from xllm_npu.text.output_reader import Markers, Steps
+
+_TAIL = 256  # characters of a prompt's end that are looked at
+
+
+class ToolCallFormat(ABC):
+    """How one family of models writes calls. Subclasses have no state."""
+
+    name: ClassVar[str]
+    openers: ClassVar[tuple[str, ...]] = ()  # each begins markup wherever it stands
+    line_openers: ClassVar[tuple[str, ...]] = ()  # each may begin markup where only white space is before it in its line
+    other_markers: ClassVar[tuple[str, ...]] = ()
+    trims: ClassVar[bool] = False  # see EventList
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All fixed strings of the markup: vocabularies may have them as special tokens."""
+        return self.openers + self.other_markers
+
+    @abstractmethod
+    def read(self, parse: Parse, opener: str) -> Steps[None]:
+        """Read the markup that `opener`, which has been read, begins, and report its calls by `parse.call`.
+
+        Raises NotMarkup where the text cannot go on like a call.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """`pairs` of tags that reasoning may stand in. `ends_at_call`: a call that is written in it ends it."""
+
+    name: str
+    pairs: tuple[tuple[str, str], ...]
+    ends_at_call: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(tag for pair in self.pairs for tag in pair)
+
+    def opened_by(self, prompt: str) -> str | None:
+        """The closing tag of reasoning that has begun in the prompt."""
+        tail = prompt[-_TAIL:].rstrip()
+        return next((end for start, end in self.pairs if tail.endswith(start.rstrip())), None)
+
+
+def read_tagged(parse: Parse, calls: ToolCallFormat | None, tags: ReasoningTags | None, prompt: str) -> Steps[None]:
+    """Read a whole output. Raises EndOfText at its end."""
+    if tags is not None:
+        yield from _read_reasoning(parse, calls, tags, tags.opened_by(prompt))
+    yield from _read_answer(parse, calls)
+
+
+def _read_reasoning(parse: Parse, calls: ToolCallFormat | None, tags: ReasoningTags, end: str | None) -> Steps[None]:
+    reader, events = parse.reader, parse.events
+    space = yield from reader.space()
+    starts = [start for start, _ in tags.pairs]
+    start = yield from reader.accept(*starts)  # some repeat what is in the prompt
+    if start is not None:
+        end = dict(tags.pairs)[start]
+    if end is None:
+        events.content(space)
+        return
+    events.begin_reasoning()
+    openers = calls.openers if calls is not None and tags.ends_at_call else ()
+    markers = Markers((end, *openers))
+    while True:
+        found = yield from reader.until(markers, events.reasoning)
+        if found == end:
+            break
+        assert calls is not None
+        if (yield from parse.attempt(calls.read(parse, found), found, events.reasoning)):
+            break
+    events.end_reasoning()
+
+
+def _read_answer(parse: Parse, calls: ToolCallFormat | None) -> Steps[None]:
+    reader, events = parse.reader, parse.events
+    while calls is None:
+        rest = yield from reader.rest()
+        events.content(rest)
+    markers = Markers(calls.openers + calls.line_openers)
+    while True:
+        opener = yield from reader.until(markers, events.content)
+        if opener in calls.line_openers and not events.at_line_start:
+            events.content(opener)
+        else:
+            yield from parse.attempt(calls.read(parse, opener), opener, events.content)
+
