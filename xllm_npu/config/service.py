@@ -39,6 +39,15 @@ class ServiceSettings(Section):
     served_model_name: Names = Field(
         default=(), description="names that requests may give as `model`; the first one is shown"
     )
+    tool_call_parser: Annotated[str, Metavar("NAME")] = Field(
+        default="auto", description="how the model writes tool calls, such as hermes; auto: by the model; none"
+    )
+    reasoning_parser: Annotated[str, Metavar("NAME")] = Field(
+        default="auto", description="how the model writes its reasoning, such as qwen3; auto: by the model; none"
+    )
+    enable_auto_tool_choice: bool = Field(
+        default=True, description="vLLM's flag; the model may always choose tools that a request offers"
+    )
     max_concurrent_requests: int = Field(
         default=200, ge=0, le=1_000_000, description="requests in flight before new ones get 429; 0: no limit"
     )

@@ -20,7 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Model
     "backend": ("", "auto", "llm"), "task": ("generate",),
     "python_model_path": ("",), "trust_remote_code": (False,), "limit_image_per_prompt": (8,),
-    "max_encoder_cache_size": (0,), "reasoning_parser": ("",), "tool_call_parser": ("",),
+    "max_encoder_cache_size": (0,),
     "enable_qwen3_reranker": (False,), "flashinfer_workspace_buffer_size": (128 * 2**20,),
     "enable_return_mm_full_embeddings": (False,), "mm_download_headers": ("",),
     "use_audio_in_video": (False,),
@@ -93,7 +93,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization": ("", "none"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
     "max_lora_rank": ("", 16), "lora_modules": ("",),
-    "enable_auto_tool_choice": (False,), "structured_outputs_config": ("",),
+    "structured_outputs_config": ("",),
     "allowed_local_media_path": ("",),
     "allowed_media_domains": ("",), "limit_mm_per_prompt": ("",), "enable_prompt_tokens_details": (False,),
     "enable_force_include_usage": (False,), "additional_config": ("",), "swap_space": (0, ""),

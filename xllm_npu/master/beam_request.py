@@ -127,7 +127,8 @@ class BeamRequest:
         params = self._message.params
         prompt = self._message.prompt_token_ids.tolist() if tokenizer.prompt_matters else []
         detokenizer = tokenizer.detokenizer(
-            prompt, params.skip_special_tokens, params.spaces_between_special_tokens) if params.detokenize else None
+            prompt, params.skip_special_tokens, params.spaces_between_special_tokens,
+            params.shown_special_tokens) if params.detokenize else None
         sequence = SequenceOutput(index, index, params, tokenizer, detokenizer, late=True)
         for one in beam.path():
             sequence.add(one.token_id, one.measured, ends_here=one.stop_token_id >= 0)

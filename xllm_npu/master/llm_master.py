@@ -7,7 +7,6 @@ tokenizing, loading the tokenizer) runs on a small thread pool.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import gc
 import logging
@@ -26,6 +25,7 @@ from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_
 from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.memory_report import MemoryReport
 from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
+from xllm_npu.master.model_text import check_parsers, import_text, load_text
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.residency_error import ResidencyError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from xllm_npu.master.output_dispatcher import OutputDispatcher
     from xllm_npu.master.request_factory import GenerationInput, RequestFactory
     from xllm_npu.text.chat_template import ChatTemplate
+    from xllm_npu.text.output_format import OutputFormat
     from xllm_npu.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,10 @@ class LLMMaster:
     """
 
     tokenizer: Tokenizer
+    output_format: OutputFormat  # how the model writes calls and reasoning
 
     def __init__(self, settings: Settings) -> None:
+        check_parsers(settings)
         self.settings = settings
         self.status = EngineStatus.LOADING
         self.failure: str | None = None
@@ -104,7 +107,7 @@ class LLMMaster:
 
     async def start(self) -> None:
         """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
-        self._pool.submit(_import_text)  # while the engine loads
+        self._pool.submit(import_text)  # while the engine loads
         if not spans_machines(self.settings):
             await self._launch()
             return
@@ -313,9 +316,7 @@ class LLMMaster:
     async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
         ready, group = as_one(engines), self._engines
         try:
-            directory = Path(self.settings.model.tokenizer or ready.tokenizer_dir)
-            template = self.settings.model.chat_template
-            self.tokenizer, self._template = await self._in_pool(_load_text, directory, template)
+            self.tokenizer, self._template, self.output_format = await self._in_pool(load_text, self.settings, ready)
         except Exception as error:
             log.debug("the tokenizer cannot be loaded", exc_info=True)
             self._on_exit(f"The model's tokenizer cannot be used: {error}")
@@ -386,17 +387,3 @@ class LLMMaster:
         timing = self._timings.pop(search.request_id, None)
         if timing is not None:
             timing.on_end("abort")
-
-
-def _import_text() -> None:
-    with contextlib.suppress(ImportError):  # reported when it is used
-        import xllm_npu.text.tokenizer  # noqa: F401
-
-
-def _load_text(directory: Path, template: str | None) -> tuple[Tokenizer, ChatTemplate]:
-    from xllm_npu.text.chat_template import ChatTemplate
-    from xllm_npu.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(directory)
-    tokenizer.encode("The first call builds tables that no request should wait for.")
-    return tokenizer, ChatTemplate.of(tokenizer, template)

@@ -123,7 +123,8 @@ class OutputDispatcher:
             key = sequence_key(request.request_id, index)
             detokenizer = (
                 self._tokenizer.detokenizer(
-                    prompt, params.skip_special_tokens, params.spaces_between_special_tokens
+                    prompt, params.skip_special_tokens, params.spaces_between_special_tokens,
+                    params.shown_special_tokens,
                 )
                 if params.detokenize
                 else None

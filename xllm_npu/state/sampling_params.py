@@ -62,6 +62,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # what bad_words became
     skip_special_tokens: bool = True  # (text)
     spaces_between_special_tokens: bool = True  # (text)
+    shown_special_tokens: tuple[str, ...] = ()  # (text) in spite of skip_special_tokens: markers that someone parses
     detokenize: bool = True  # (text)
     # Search instead of sampling: num_sequences beams, of which the n with the highest score are returned.
     use_beam_search: bool = False

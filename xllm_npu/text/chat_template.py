@@ -138,6 +138,11 @@ class ChatTemplate:
         source = tokenizer.chat_template if override is None else read_template(override)
         return cls(source, tokenizer.special_tokens)
 
+    @property
+    def text(self) -> str:
+        """The source; of several, all of them in a row."""
+        return "\n".join(self._sources.values())
+
     def __bool__(self) -> bool:
         """Whether there is a template."""
         return bool(self._sources)

@@ -193,7 +193,7 @@ class JsonScanner:
             self._stack.append(c)
             self._state = _KEY_OR_END if c == "{" else _VALUE_OR_END
             self.failed = len(self._stack) > MAX_DEPTH
-        elif c == "-" or c.isascii() and c.isalnum():
+        elif c == "-" or (c.isascii() and c.isalnum()):
             self._in_word = True
             return at  # read as a part of the word
         else:

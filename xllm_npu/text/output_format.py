@@ -22,10 +22,11 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class ModelHints:
-    """What says which formats a model writes. `special_tokens`: text to id."""
+    """What says which formats a model writes: its architecture's name, the chat template's text (of several, all),
+    the special tokens with their ids, and all added tokens.
+    """
 
-    model_type: str = ""
-    architectures: tuple[str, ...] = ()
+    architecture: str = ""
     chat_template: str = ""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     added_tokens: frozenset[str] = frozenset()
@@ -50,7 +51,7 @@ class OutputFormat:
     @property
     def shown_special_tokens(self) -> frozenset[str]:
         """Markers: where a vocabulary has them as special tokens, they must not be skipped in the text."""
-        return frozenset((self.calls.markers if self.calls else ()) + (self.reasoning.markers if self.reasoning else ()))
+        return frozenset(marker for one in (self.calls, self.reasoning) if one is not None for marker in one.markers)
 
     def parser(self, tools: Sequence[ToolSpec], prompt: str, reasoning: bool = True) -> OutputParser:
         """The parser of one sequence that follows `prompt`, whose end says whether the reasoning has begun.

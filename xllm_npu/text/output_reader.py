@@ -40,7 +40,8 @@ class Markers:
         self._search = re.compile("|".join(re.escape(s) for s in self.strings)).search
         self._longest = max(map(len, self.strings)) - 1  # characters of an incomplete marker
         self._prefixes = frozenset(s[:n] for s in self.strings for n in range(1, len(s)))
-        self._begins = re.compile("[" + "".join(re.escape(c) for c in sorted({s[0] for s in self.strings})) + "]").search
+        firsts = sorted({s[0] for s in self.strings})
+        self._begins = re.compile("[" + "".join(map(re.escape, firsts)) + "]").search
 
     def find(self, text: str) -> re.Match[str] | None:
         return self._search(text)

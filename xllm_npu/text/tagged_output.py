@@ -20,7 +20,7 @@ class ToolCallFormat(ABC):
 
     name: ClassVar[str]
     openers: ClassVar[tuple[str, ...]] = ()  # each begins markup wherever it stands
-    line_openers: ClassVar[tuple[str, ...]] = ()  # each may begin markup where only white space is before it in its line
+    line_openers: ClassVar[tuple[str, ...]] = ()  # the same, but only at the beginning of a line
     other_markers: ClassVar[tuple[str, ...]] = ()
     trims: ClassVar[bool] = False  # see EventList
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class Tokenizer:
     """The tokenizer of one model.
 
     Attributes: `vocab_size` (largest id + 1, added tokens included), `eos_token_id`, `bos_token_id` (None if
-    the model has none), `special_ids`, `special_tokens` (name to text, for chat templates), `chat_template`
-    (the model's own: source, or sources by name; None if it has none).
+    the model has none), `special_ids`, `special_tokens` (name to text, for chat templates), `added_tokens` (text
+    to id, special or not), `chat_template` (the model's own: source, or sources by name; None if it has none).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -53,6 +53,7 @@ class Tokenizer:
         self.chat_template: str | dict[str, str] | None = hf.chat_template
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_tokens: dict[str, int] = {token.content: i for i, token in added.items()}
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._use_form(text_form(self._backend))
         if self._form.kind != OPAQUE and not self._pieces_are_right():
@@ -62,7 +63,7 @@ class Tokenizer:
     def _use_form(self, form: TextForm) -> None:
         self._form = form
         self._all = PieceTable(piece_maker(self._backend, form, frozenset()))
-        self._plain = PieceTable(piece_maker(self._backend, form, self.special_ids))
+        self._without: dict[frozenset[int], PieceTable] = {}
         self._alone: dict[int, tuple[str, list[int]]] = {}
 
     def _pieces_are_right(self) -> bool:
@@ -96,16 +97,33 @@ class Tokenizer:
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown_special_tokens: Collection[str] = (),
     ) -> Detokenizer:
-        """A detokenizer for the tokens that follow `prompt`."""
-        pieces = self._plain if skip_special_tokens else self._all
+        """A detokenizer for the tokens that follow `prompt`; `shown_special_tokens` are not skipped in any case."""
+        skipped = self._skipped(shown_special_tokens) if skip_special_tokens else frozenset()
+        pieces = self._pieces(skipped)
         if self._form.kind == BYTES:
             return ByteDetokenizer(pieces)
         if self._form.kind == PIECES:
             return PieceDetokenizer(self._backend, pieces, self._form, prompt)
-        skipped = self.special_ids if skip_special_tokens else frozenset()
         raw = frozenset() if spaces_between_special_tokens else self.special_ids - skipped
-        return WindowDetokenizer(self._backend, skip_special_tokens, skipped, raw, prompt)
+        # The backend skips all special tokens or none; those to be skipped never reach it.
+        return WindowDetokenizer(self._backend, skipped == self.special_ids, skipped, raw, prompt)
+
+    def _skipped(self, shown: Collection[str]) -> frozenset[int]:
+        if not shown:
+            return self.special_ids
+        ids = {self._backend.token_to_id(text) for text in shown}
+        return self.special_ids if ids.isdisjoint(self.special_ids) else self.special_ids - ids
+
+    def _pieces(self, skipped: frozenset[int]) -> PieceTable:
+        """A model has few sets of tokens that are shown: all of them, none, and the markers that it writes."""
+        if not skipped:
+            return self._all
+        table = self._without.get(skipped)
+        if table is None:
+            table = self._without[skipped] = PieceTable(piece_maker(self._backend, self._form, skipped))
+        return table
 
     def token_text(self, token_id: int) -> str:
         """The token alone, as text: half a character shows as U+FFFD; "" for an id without a token."""

@@ -34,11 +34,11 @@ def call_of(scanner: JsonScanner, accepts_name: Callable[[str], bool] | None = N
         inner.feed(parts["function"])
         return call_of(inner, accepts_name)
     name = _string(parts.get("name") or parts.get("function") or "")
-    if name is None or accepts_name is not None and not accepts_name(name):
+    if name is None or (accepts_name is not None and not accepts_name(name)):
         raise NotMarkup
     key = next((k for k in ARGUMENTS if k in parts), None)
     arguments = arguments_text(parts[key]) if key else "{}"
-    if arguments is None or accepts_name is not None and key is None:
+    if arguments is None or (accepts_name is not None and key is None):
         raise NotMarkup
     return name, arguments, _string(parts.get("id", ""))
 
