@@ -20,6 +20,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 NPU_INSTALLED := $(NPU_VENV)/.installed-npu
+KERNELS := build/.cpu-kernels
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist loadfile
 EVERY_CHANGE := not slow and not npu_lab and not cuda and not ray
 NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no test
@@ -34,7 +35,7 @@ help:  ## this list
 serve: install  ## install, get the default model if needed, and serve it (ARGS: more flags, or another model)
 	$(BIN)/xllm-npu serve $(ARGS)
 
-test: install-dev  ## all tests that need nothing but this machine, in minutes
+test: install-dev $(KERNELS)  ## all tests that need nothing but this machine, in minutes
 	$(BIN)/xllm-npu pull smollm2
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERY_CHANGE) and not multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
 	$(BIN)/python -m pytest -m "$(EVERY_CHANGE) and multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
@@ -91,6 +92,12 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev,triton]'
 	@touch $(INSTALLED) $@
+
+# Compiled kernels are kept beside their sources; processes that start side by side would each compile all of them.
+$(KERNELS): $(wildcard models/xllm_models/*/cpu_*.py) | $(INSTALLED_DEV)
+	printf 'xllm_models.%s\n' attention.cpu_kernels attention.cpu_mla_kernels attention.cpu_prefill ops.cpu_kernels \
+	    ops.cpu_moe_kernels | xargs -P 2 -n 1 $(BIN)/python -c 'import importlib, sys; importlib.import_module(sys.argv[1])'
+	@mkdir -p $(@D) && touch $@
 
 $(NPU_INSTALLED): pyproject.toml constraints-npu.txt | $(NPU_VENV)/bin/python
 	$(NPU_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-npu.txt -e '.[dev,npu,npu-lab]'
