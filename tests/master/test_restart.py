@@ -24,7 +24,7 @@ async def test_a_death_in_the_middle(monkeypatch, replaced):
     async def load(*_):
         loading.set()
         await loaded.wait()
-        return object(), object()
+        return object(), object(), object()
 
     monkeypatch.setattr(master, "_in_pool", load)
     monkeypatch.setattr(EngineGroup, "alive", property(lambda group: replaced))
