@@ -27,7 +27,7 @@ NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no tes
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,8 @@ clean:  ## caches and build outputs; virtual environments stay (delete $(VENV), 
 
 install: $(INSTALLED)
 install-dev: $(INSTALLED_DEV)
+install-npu: $(NPU_INSTALLED)
+kernels: $(KERNELS)
 
 $(BIN)/python $(NPU_VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name" \

@@ -86,7 +86,8 @@ def test_clients_that_leave_free_both_ranks(servers):
             streams.append((stream, stream.__enter__()))
             server.wait_running(count)
         metrics = server.metrics()
-        assert [metrics[f"num_requests_running@{rank}"] for rank in (0, 1)] == [2, 2]
+        # Not always two each: one that has run for long takes as much memory as two that came later.
+        assert all(metrics[f"num_requests_running@{rank}"] for rank in (0, 1))
         for stream, _ in streams:
             stream.__exit__(None, None, None)
     poll(lambda: server.metrics()["request_success_total:abort"] == before + 4, "four aborts")

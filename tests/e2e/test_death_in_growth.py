@@ -73,6 +73,7 @@ def test_the_server_ends_and_names_the_rank(tiny_dir: Path, tmp_path: Path, name
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_the_engine_starts_again_with_all_of_its_memory(tiny_dir: Path, tmp_path: Path, named: Path):
     flags = (*FLAGS, "--restart-on-failure")
     with ServerProcess(tiny_dir, tmp_path, *flags) as server, server.client() as client:

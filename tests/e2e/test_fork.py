@@ -72,7 +72,7 @@ def proportional(pids: list[int]) -> int:
     ).splitlines() if line.startswith("Pss_Shmem:"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_done_when_1_a_fork_has_the_tokens_and_takes_no_memory_for_weights(model, tmp_path, ranks):
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     with serving(model, tmp_path, "--tp-size", str(ranks)) as (server, client, admin):

@@ -177,7 +177,7 @@ def check_over_http(smollm2, tmp_path, combination, count):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("combination", FEW_COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
 def test_smollm2_over_http(smollm2, tmp_path, combination):
-    check_over_http(smollm2, tmp_path, combination, count=12)
+    check_over_http(smollm2, tmp_path, combination, count=8)
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ def check_end(server: ServerProcess, named: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", pytest.param("engine", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("body", [ENDLESS, LONG], ids=["decode", "prefill"])
+@pytest.mark.parametrize("body", [
+    pytest.param(ENDLESS, id="decode"), pytest.param(LONG, id="prefill", marks=pytest.mark.slow)])
 def test_killed_at_work(tiny_dir: Path, tmp_path: Path, who: str, body: dict):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR) as server:
         pid, named = victim(server, who)
@@ -94,7 +95,8 @@ def test_killed_at_work(tiny_dir: Path, tmp_path: Path, who: str, body: dict):
         check_end(server, named)
 
 
-@pytest.mark.parametrize("who", ["worker", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["worker", "engine"])
 def test_killed_idle(tiny_dir: Path, tmp_path: Path, who: str):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR) as server:
         pid, named = victim(server, who)
@@ -113,7 +115,7 @@ def test_killed_while_loading(tiny_dir: Path, tmp_path: Path, who: str):
         check_end(server, named)
 
 
-@pytest.mark.parametrize("moment", ["loading", pytest.param("idle", marks=pytest.mark.slow), "decode"])
+@pytest.mark.parametrize("moment", ["loading", *(pytest.param(m, marks=pytest.mark.slow) for m in ("idle", "decode"))])
 def test_http_process_killed(tiny_dir: Path, tmp_path: Path, moment: str):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR, ready=moment != "loading") as server:
         others = server.children_of_kind(ENGINE, 1) + server.children_of_kind(WORKER, 1)

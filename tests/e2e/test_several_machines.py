@@ -168,7 +168,8 @@ def test_documented_lines_in_network_namespaces_and_a_clean_end(tiny_dir, tmp_pa
         assert agent.wait() == 0
 
 
-@pytest.mark.parametrize("victim", ["server", "agent", "worker"])
+@pytest.mark.parametrize("victim", [
+    "agent", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("server", "worker"))])
 def test_a_death_while_loading(tiny_dir, tmp_path, victim):
     with start_nodes(tiny_dir, tmp_path, loopback_machines(), "--tp-size", "2") as (server, agent):
         worker = child_of(agent, WORKER)

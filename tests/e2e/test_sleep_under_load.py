@@ -196,7 +196,7 @@ def experts_dir(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("model", "layout", "children"), [
-    ("tiny_dir", {"dp_size": 2}, (2, 0)), ("tiny_dir", {"tp_size": 2}, (1, 1)),
+    pytest.param("tiny_dir", {"dp_size": 2}, (2, 0), marks=pytest.mark.slow), ("tiny_dir", {"tp_size": 2}, (1, 1)),
     ("experts_dir", {"dp_size": 2}, (2, 0)),
     pytest.param("experts_dir", {"dp_size": 2, "tp_size": 2}, (2, 2), marks=pytest.mark.slow)])
 async def test_all_ranks_sleep(request, model, layout, children):
@@ -218,7 +218,8 @@ async def test_all_ranks_sleep(request, model, layout, children):
         await idle(master, children[0])
 
 
-@pytest.mark.parametrize(("module", "layout"), [(ENGINE, {}), (WORKER, {"tp_size": 2})])
+@pytest.mark.parametrize(("module", "layout"), [
+    pytest.param(ENGINE, {}, marks=pytest.mark.slow), (WORKER, {"tp_size": 2})])
 async def test_a_death_while_it_sleeps(tiny_dir, module, layout):
     async with running_master(tiny_dir, **ELASTIC, **layout) as master:
         kept = Answer(master, PROMPTS[0], 2000)
@@ -249,7 +250,8 @@ async def test_the_end_of_a_server_that_sleeps(tiny_dir):
 
 
 @pytest.mark.parametrize(("model", "layout", "seed"), [
-    ("tiny_dir", {}, 1), ("tiny_dir", {"tp_size": 2}, 2), pytest.param("tiny_dir", {}, 3, marks=pytest.mark.slow),
+    ("tiny_dir", {}, 1), pytest.param("tiny_dir", {"tp_size": 2}, 2, marks=pytest.mark.slow),
+    pytest.param("tiny_dir", {}, 3, marks=pytest.mark.slow),
     pytest.param("experts_dir", {"dp_size": 2}, 4, marks=pytest.mark.slow)])
 async def test_any_order(request, model, layout, seed):
     """Requests, clients that leave, pauses, sleep and wake-up, as they come; whoever stays gets its tokens."""
@@ -284,6 +286,7 @@ async def test_any_order(request, model, layout, seed):
         await until(lambda: metric(master, "kv_cache_pages", engine="0", state="mapped") == 1, "the pinned page")
 
 
+@pytest.mark.slow
 async def test_a_restart_while_it_sleeps(tiny_dir):
     """It sleeps again: others may use its memory."""
     async with running_master(tiny_dir, **ELASTIC, restart_on_failure=True) as master:

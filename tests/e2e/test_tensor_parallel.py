@@ -35,7 +35,7 @@ WAYS = {
     "graph": {**CHUNKS, "enable_graph": True, "graph_batch_sizes": (1, 4, 16)},
 }
 SLOW_GRAPH = pytest.param("graph", marks=pytest.mark.slow)
-SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("no shared memory", "virtual memory",
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("everything off", "no shared memory", "virtual memory",
                                                                     "memory that grows", "preemption")]
 
 
@@ -63,8 +63,7 @@ def model(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("way", ["everything on", "everything off", "memory that grows, preemption", *SLOW_WAYS,
-                                 SLOW_GRAPH])
+@pytest.mark.parametrize("way", ["everything on", "memory that grows, preemption", *SLOW_WAYS, SLOW_GRAPH])
 def test_same_tokens(model, way):
     directory, expected = model("llama")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, **WAYS[way])
@@ -76,7 +75,7 @@ def test_same_tokens(model, way):
     assert not workers(), "the worker process has ended with its engine"
 
 
-@pytest.mark.parametrize("way", ["everything on", "preemption", SLOW_GRAPH])
+@pytest.mark.parametrize("way", [pytest.param("everything on", marks=pytest.mark.slow), "preemption", SLOW_GRAPH])
 def test_latents_on_every_rank_and_experts_on_one(model, way):
     directory, expected = model("deepseek_v3")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, ep_size=2, **WAYS[way])
