@@ -18,6 +18,8 @@ from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineReady
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter
+from xllm_npu.text.chat_prompt import ChatPrompt
+from xllm_npu.text.output_format import ModelHints, output_format
 
 Script = Callable[[GenerationInput], AsyncIterator[RequestOutput]]
 
@@ -141,7 +143,11 @@ class FakeMaster:
         self.streamed: list[bool] = []
         self.aborted: list[str] = []
         self.closed = 0
+        self.messages: list[dict[str, Any]] = []
         self.template_kwargs: dict[str, Any] = {}
+        self.add_special_tokens = False
+        self.prompt_end = ""  # of the chat template: how it opens the assistant's turn
+        self.output_format = output_format(None, None, ModelHints())
         self.submitted_one = asyncio.Event()
         self.aborted_one = asyncio.Event()
         self.healthy = True
@@ -207,13 +213,12 @@ class FakeMaster:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([1] if add_special_tokens else []) + list(text.encode())
 
-    async def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        self.template_kwargs = template_kwargs
-        return list((await self.render_chat(messages)).encode())
-
-    async def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
-        assert "add_special_tokens" not in template_kwargs  # rendering knows no tokens
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    async def encode_chat(self, messages: list[dict[str, Any]], add_special_tokens: bool = False,
+                          **template_kwargs: Any) -> ChatPrompt:
+        self.messages, self.template_kwargs = messages, template_kwargs
+        self.add_special_tokens = add_special_tokens
+        text = "".join(f"<{m['role']}>{m.get('content') or ''}" for m in messages)
+        return ChatPrompt(text + self.prompt_end, list((text + self.prompt_end).encode()))
 
     async def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode("latin-1")

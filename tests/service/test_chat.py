@@ -215,7 +215,8 @@ async def test_template_arguments(client, master):
                                      reasoning_effort="low", add_special_tokens=True))
     assert master.template_kwargs == {
         "add_generation_prompt": True, "continue_final_message": False, "documents": [{"text": "d"}],
-        "kwargs": {"enable_thinking": False, "reasoning_effort": "low"}, "add_special_tokens": True}
+        "kwargs": {"enable_thinking": False, "reasoning_effort": "low"}}
+    assert master.add_special_tokens is True
 
 
 async def test_continued_message_keeps_its_role_and_may_be_echoed(client, master):

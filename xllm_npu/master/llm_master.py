@@ -33,6 +33,7 @@ from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AWAKE, AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
+from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
 
 if TYPE_CHECKING:
     from xllm_npu.master.beam_request import BeamRequest
@@ -186,21 +187,14 @@ class LLMMaster:
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **template_kwargs: Any
-    ) -> list[int]:
+    ) -> ChatPrompt:
         """Apply the model's chat template and tokenize, off the event loop. Raises InvalidParameter.
 
         `template_kwargs` are those of `ChatTemplate.render`.
         """
-
-        def work() -> list[int]:
-            text = self._template.render(messages, **template_kwargs)
-            return self.tokenizer.encode(text, add_special_tokens)
-
-        return await self._in_pool(work)
-
-    async def render_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
-        """What `encode_chat` tokenizes. Raises InvalidParameter."""
-        return str(await self._in_pool(partial(self._template.render, messages, **template_kwargs)))
+        work = partial(encode_chat, self._template, self.tokenizer, messages, add_special_tokens, **template_kwargs)
+        prompt: ChatPrompt = await self._in_pool(work)
+        return prompt
 
     async def decode(self, token_ids: list[int]) -> str:
         return await self._in_pool(self.tokenizer.decode, token_ids, False)

@@ -21,7 +21,8 @@ from xllm_npu.service.watch import Watch
 if TYPE_CHECKING:
     from xllm_npu.master.model_set import ModelSet, ServedModel
 
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATION_PATHS = frozenset({
+    "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses"})
 ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # and all of /v1/
 LOADING_RETRY_SECONDS = 5
 BUSY_RETRY_SECONDS = 1

@@ -1,7 +1,7 @@
 """The HTTP application: routes, and the layers that every request passes before it reaches one.
 
-From the outside in: root path, request id, CORS, API key, admission, body limit, error boundary, routes.
-Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
+From the outside in: root path, request id, CORS, Anthropic's form of errors, API key, admission, body limit, error
+boundary, routes. Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
 not come in.
 """
 
@@ -21,6 +21,8 @@ from xllm_npu.service.completions import completions_router
 from xllm_npu.service.context import ApiContext
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
+from xllm_npu.service.messages import messages_router
+from xllm_npu.service.messages_errors import MessagesErrorMiddleware
 from xllm_npu.service.models import models_router
 from xllm_npu.service.openapi import describe
 from xllm_npu.service.request_id import RequestIdMiddleware
@@ -43,7 +45,7 @@ def create_app(
     admission = admission or Admission(models, service.max_concurrent_requests)
     context = ApiContext(models, admission, residency)
     app = FastAPI(title="xllm-npu", version=__version__)
-    for router in (chat_router, completions_router, models_router, health_router, tokenize_router):
+    for router in (chat_router, messages_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))
     add_error_handlers(app)
     # Added from the inside out.
@@ -52,6 +54,7 @@ def create_app(
     app.add_middleware(AdmissionMiddleware, admission=admission)
     if service.api_key:
         app.add_middleware(ApiKeyMiddleware, api_keys=service.api_key)
+    app.add_middleware(MessagesErrorMiddleware)
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])

@@ -1,4 +1,5 @@
-"""API keys: `Authorization: Bearer KEY` on every route but the few that probes and scrapers call.
+"""API keys: `Authorization: Bearer KEY` on every route but the few that probes and scrapers call; on Anthropic's
+routes `X-Api-Key: KEY` too.
 
 Keys are kept and compared as SHA-256 digests in constant time, all of them on every request, so that neither
 a key's length nor its position can be timed. The decision rests on the route's path alone, never on the Host.
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xllm_npu.service.errors import ApiError
+from xllm_npu.service.messages_errors import is_messages_route
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
@@ -26,7 +28,11 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS:
-            if not self._allowed(Headers(scope=scope).get("authorization", "")):
+            headers = Headers(scope=scope)
+            given = [headers.get("authorization", "")]
+            if is_messages_route(scope):
+                given.append(f"Bearer {headers.get('x-api-key', '')}")  # as Anthropic's clients send it
+            if not any([self._allowed(header) for header in given]):
                 await _refusal().response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -31,9 +31,8 @@ def _listed(value: Any) -> Any:
 Strings = Annotated[list[str], BeforeValidator(_listed)]  # one string stands for a list of it
 
 # Accepted and of no effect on one model without accounts or stored responses.
-IGNORED = frozenset({"user", "parallel_tool_calls", "store", "metadata", "service_tier", "session_id",
-                     "include_reasoning", "safety_identifier", "prompt_cache_key", "verbosity",
-                     "vllm_xargs"})
+IGNORED = frozenset({"user", "store", "metadata", "service_tier", "session_id", "safety_identifier",
+                     "prompt_cache_key", "verbosity", "vllm_xargs"})
 
 
 class Body(BaseModel):
@@ -105,10 +104,15 @@ class GenerationBody(Body):
     ttlt_slo_ms: Milliseconds | None = None
 
 
+Conversation = Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
 class ChatFields(Body):
     """What turning messages into a prompt takes; /tokenize has it too."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Conversation
+    tools: list[Any] | None = None  # taken apart, as tool_choice is, in tools.py
+    tool_choice: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -121,7 +125,13 @@ class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
+
+
+class BatchChatBody(ChatBody):
+    messages: Annotated[list[Conversation], Field(min_length=1)]  # type: ignore[assignment]
 
 
 class CompletionBody(GenerationBody):

@@ -14,11 +14,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -59,10 +64,24 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class Function(msgspec.Struct):
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: Function
+    type: str = "function"
+
+
 class Message(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET  # the same under its older name
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -87,9 +106,19 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_text: str | UnsetType = UNSET
 
 
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    function: Function
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -7,7 +7,7 @@ when the connection has taken the last: a slow reader holds its own stream back 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -60,12 +60,13 @@ def error_frame(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `frames`; a failure on the way becomes an error frame, and the stream ends without [DONE].
+    """Sends `frames`; a failure on the way becomes an error frame, the last of the stream, by `as_frame`.
 
     `frames` is closed in every case, which aborts the request behind it.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], admission: Admission) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], admission: Admission,
+                 as_frame: Callable[[ApiError], bytes] = error_frame) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.body = b""
@@ -73,6 +74,7 @@ class EventStream(Response):
                             (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         self._frames = frames
         self._admission = admission
+        self._as_frame = as_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = Watch(receive)
@@ -86,10 +88,10 @@ class EventStream(Response):
         except ClientGone:
             return
         except ApiError as exc:
-            last = error_frame(exc)
+            last = self._as_frame(exc)
         except Exception:
             logger.exception("unexpected failure while streaming %s", scope["path"])
-            last = error_frame(internal_error())
+            last = self._as_frame(internal_error())
         finally:
             await self._frames.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})

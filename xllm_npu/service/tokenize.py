@@ -10,6 +10,7 @@ from xllm_npu.service.chat_prompt import encode_messages
 from xllm_npu.service.context import ApiContext
 from xllm_npu.service.protocol import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse
 from xllm_npu.service.replies import DetokenizeReply, TokenizeReply, json_response
+from xllm_npu.service.tools import read_tools
 from xllm_npu.state.sampling_params import InvalidParameter
 
 
@@ -23,7 +24,8 @@ def tokenize_router(context: ApiContext) -> APIRouter:
         if "messages" in raw:
             body = parse(TokenizeChatBody, raw)
             target = context.target(body.model)
-            tokens = await encode_messages(target.master, body)
+            tools = read_tools(body.tools, body.tool_choice, None)
+            tokens = (await encode_messages(target.master, body, tools)).token_ids
         else:
             body = parse(TokenizeBody, raw)
             target = context.target(body.model)

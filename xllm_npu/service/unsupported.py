@@ -22,7 +22,6 @@ def _text_format(value: Any) -> bool:
 
 
 def _no_tool(value: Any) -> bool:
-    # "auto" without tools chooses none; tools themselves are refused under their own name.
     return not value or value in ("none", "auto")
 
 
@@ -31,8 +30,6 @@ def _text_only(value: Any) -> bool:
 
 
 UNSUPPORTED: Mapping[str, Harmless] = {
-    "tools": _off,
-    "tool_choice": _no_tool,
     "functions": _off,
     "function_call": _no_tool,
     "response_format": _text_format,
@@ -53,7 +50,11 @@ UNSUPPORTED: Mapping[str, Harmless] = {
 }
 
 
+HINTS: Mapping[str, str] = {"functions": "Send tools instead.", "function_call": "Send tool_choice instead."}
+
+
 def refuse_unsupported(body: Mapping[str, Any]) -> None:
     for name in UNSUPPORTED.keys() & body.keys():
         if not UNSUPPORTED[name](body[name]):
-            raise InvalidParameter(name, f"{name} is not supported in this version.")
+            raise InvalidParameter(name, " ".join([f"{name} is not supported in this version.", HINTS.get(name, "")])
+                                   .rstrip())

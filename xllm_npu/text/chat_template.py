@@ -3,7 +3,8 @@
 Templates come with models and are run in jinja's immutable sandbox, with the helpers that Hugging Face
 templates expect; the result is what transformers' `apply_chat_template(tokenize=False)` gives for the same
 arguments, except that a list of text parts becomes one string, joined by newlines, before the template sees
-it. Whatever goes wrong while rendering is the client's message, as `InvalidParameter`; a template that does
+it, and that tools, tool calls and developer messages get another form where the template knows none (see
+text.tool_prompt). Whatever goes wrong while rendering is the client's message, as `InvalidParameter`; a template that does
 not compile is the operator's, as `ChatTemplateError`. Knows no tokens. Safe to use from several threads.
 """
 
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from xllm_npu.state.sampling_params import InvalidParameter
+from xllm_npu.text.tool_prompt import calls_as_text, describe_tools
 
 if TYPE_CHECKING:
     from xllm_npu.text.tokenizer import Tokenizer
@@ -119,6 +122,12 @@ def _compile(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
+@lru_cache(maxsize=64)
+def _names(source: str) -> frozenset[str]:
+    """The names that the template takes from outside."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+
+
 class ChatTemplate:
     """The template of one model."""
 
@@ -173,6 +182,7 @@ class ChatTemplate:
         chat = [_normalized(m, i) for i, m in enumerate(messages)]
         if not chat:
             raise InvalidParameter("messages", "messages must have at least one message.")
+        chat, tools = _known_forms(chat, tools, source)
         last = _mark_end(chat, source) if continue_final_message else ""
         names = {
             **self._special_tokens,
@@ -183,7 +193,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            prompt = compiled.render(names)
+            prompt = _rendered(compiled, names)
         except Exception as e:  # a template is a program of the model's: it can fail in any way
             raise InvalidParameter("messages", "The chat template refused the messages: " + _short(e)) from e
         return _cut_at_mark(prompt, last) if continue_final_message else prompt
@@ -210,6 +220,39 @@ class ChatTemplate:
                 f"({', '.join(sorted(self._sources))}). Start the server with --chat-template FILE.",
             )
         return _compile(self._sources[name]), self._sources[name]
+
+
+def _rendered(template: jinja2.Template, names: dict[str, Any]) -> str:
+    """Most templates print the arguments of earlier calls as JSON; some add them to a string, which an object fails."""
+    try:
+        return template.render(names)
+    except TypeError:
+        chat = [_with_string_arguments(m) for m in names["messages"]]
+        if chat == names["messages"]:
+            raise
+        return template.render({**names, "messages": chat})
+
+
+def _with_string_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"].get("arguments"))}}
+        for call in calls]}
+
+
+def _known_forms(
+    chat: list[Message], tools: list[dict[str, Any]] | None, source: str
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """The conversation and its tools as this template can take them; what it does not know becomes text."""
+    if "developer" not in source:
+        chat = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
+    if "tool_calls" not in source and any(m["role"] == "tool" or "tool_calls" in m for m in chat):
+        chat = calls_as_text(chat)
+    if tools and "tools" not in _names(source):
+        return describe_tools(chat, tools), None
+    return chat, tools
 
 
 def read_template(given: str) -> str:
