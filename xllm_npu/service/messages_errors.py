@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,7 +33,7 @@ class MessagesError(msgspec.Struct):
 class MessagesErrorEnvelope(msgspec.Struct):
     error: MessagesError
     type: str = "error"
-    request_id: str | None = None
+    request_id: str | UnsetType = UNSET
 
 
 def is_messages_route(scope: Scope) -> bool:
