@@ -142,7 +142,8 @@ async def test_reasoning_left_out_on_request(client, master):
     assert reply["choices"][0]["message"]["reasoning"] is None
     assert reply["choices"][0]["message"]["content"] == "Sunny."
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-    assert not any("reasoning" in chunk["choices"][0]["delta"] for chunk in await chunks(client, include_reasoning=False))
+    sent = await chunks(client, include_reasoning=False)
+    assert not any("reasoning" in chunk["choices"][0]["delta"] for chunk in sent)
 
 
 async def test_reasoning_that_the_prompt_has_begun(client, master):
@@ -189,7 +190,8 @@ def tool(**function: object) -> list[dict]:
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools[0].type"), ({"tools": [{"type": "web"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [TIME] * 129}, "tools"),
-    ({"tools": tool(name="a b")}, "tools[0].function.name"), ({"tools": tool(name="x" * 129)}, "tools[0].function.name"),
+    ({"tools": tool(name="a b")}, "tools[0].function.name"),
+    ({"tools": tool(name="x" * 129)}, "tools[0].function.name"),
     ({"tools": tool(name="")}, "tools[0].function.name"), ({"tools": [TIME, TIME]}, "tools[1].function.name"),
     ({"tools": tool(description=5)}, "tools[0].function.description"),
     ({"tools": tool(strict="yes")}, "tools[0].function.strict"),

@@ -97,7 +97,7 @@ async def test_400_names_the_field(client, master, fields, param):
     error = error_of(response, 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    assert param in error["message"] or param.split("[")[0].split(".")[0] in error["message"] or "Content" in error["message"]
+    assert param.split("[")[0].split(".")[0] in error["message"] or "Content" in error["message"]
     assert master.requests == []
 
 

@@ -83,8 +83,8 @@ async def test_events_in_order(client, master):
 
 
 @pytest.mark.parametrize(("finish", "stop", "expected"), [
-    ("stop", None, ("end_turn", None)), ("stop", "###", ("stop_sequence", "###")), ("length", None, ("max_tokens", None)),
-    ("stop", 7, ("end_turn", None))])
+    ("stop", None, ("end_turn", None)), ("stop", "###", ("stop_sequence", "###")),
+    ("length", None, ("max_tokens", None)), ("stop", 7, ("end_turn", None))])
 async def test_how_it_ended(client, master, finish, stop, expected):
     master.script = says("x", finish=finish, stop_reason=stop)
     reply = (await client.post(URL, json=body(stop_sequences=["###"]))).json()
@@ -98,7 +98,8 @@ async def test_a_conversation_becomes_chat_messages(client, master):
                 {"type": "text", "text": "x-anthropic-billing-header: v=1"}],
         messages=[*MESSAGES,
                   {"role": "assistant", "content": [
-                      {"type": "thinking", "thinking": "Hm.", "signature": "s"}, {"type": "text", "text": "Let me see."},
+                      {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                      {"type": "text", "text": "Let me see."},
                       {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Paris"}}]},
                   {"role": "user", "content": [
                       {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sunny"}]},
@@ -130,7 +131,8 @@ async def test_thinking_switch(client, master, thinking, on):
 
 
 async def test_count_tokens(client, master):
-    response = await client.post(URL + "/count_tokens", json={"messages": MESSAGES, "system": "abc", "tools": [WEATHER]})
+    response = await client.post(URL + "/count_tokens", json={"messages": MESSAGES, "system": "abc",
+                                                              "tools": [WEATHER]})
     assert response.json() == {"input_tokens": len("<system>abc<user>Weather in Paris?")}
     assert master.template_kwargs["tools"]
     assert master.requests == []

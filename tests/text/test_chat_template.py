@@ -117,6 +117,8 @@ def test_equals_transformers(hf, name, chat, options):
     theirs, ours = hf[name]
     own = {k: v for k, v in options.items() if k in ("add_generation_prompt", "continue_final_message", "tools", "documents")}  # fmt: skip  # noqa: E501
     extra = {k: v for k, v in options.items() if k not in own}
+    if name not in ("llama3", "json"):  # where the template knows no tools, ours describes them
+        own.pop("tools", None)
     expected = outcome(lambda: theirs.apply_chat_template(chat, tokenize=False, **options))
     assert outcome(lambda: ours.render(chat, **own, kwargs=extra)) == expected
     if name in ("llama3", "qwen") and chat is CHATS[1]:
@@ -142,7 +144,7 @@ def test_text_parts_are_joined(hf):
     ([{"content": "x"}], {}, "messages", "with a role"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "messages", "'image_url'"),
     ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages", r"content\[0\]"),
-    ([{"role": "tool", "content": "x"}], {}, "messages", "must alternate"),
+    ([{"role": "assistant", "content": "x"}], {}, "messages", "must alternate"),
     ([{"role": "user", "content": "x"}], {"kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ([{"role": "user", "content": "x"}], {"kwargs": {"tokenize": 1}}, "chat_template_kwargs", "tokenize"),
     ([{"role": "user", "content": "x"}], {"continue_final_message": True}, "continue_final_message", "exclude"),

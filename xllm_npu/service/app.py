@@ -1,8 +1,8 @@
 """The HTTP application: routes, and the layers that every request passes before it reaches one.
 
 From the outside in: root path, request id, CORS, Anthropic's form of errors, API key, admission, body limit, error
-boundary, routes. Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
-not come in.
+boundary, routes. Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a
+client that may not come in.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ApiKeyMiddleware:
             given = [headers.get("authorization", "")]
             if is_messages_route(scope):
                 given.append(f"Bearer {headers.get('x-api-key', '')}")  # as Anthropic's clients send it
-            if not any([self._allowed(header) for header in given]):
+            if not any(self._allowed(header) for header in given):
                 await _refusal().response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

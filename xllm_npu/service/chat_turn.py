@@ -61,6 +61,8 @@ async def chat_turn(target: Target, body: ChatBody, id: str) -> ChatTurn:
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = sampling_params(body, target.master.default_sampling, max_tokens=_max_tokens(body),
                              logprobs=_logprobs(body))
+    if tools.forced:
+        raise InvalidParameter("tool_choice", "tool_choice: a forced call is not supported in this version.")
     format = target.master.output_format
     if format.name_of_reasoning is not None or tools.callable:
         params = replace(params, shown_special_tokens=tuple(sorted(format.shown_special_tokens)))

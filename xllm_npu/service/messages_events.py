@@ -1,4 +1,4 @@
-"""A turn's answer as Anthropic's Messages API tells it: content blocks, one after the other, and the events of a stream.
+"""A turn's answer as Anthropic's Messages API tells it: content blocks one after the other, and a stream's events.
 
 `MessageBlocks` takes the events of the one choice and gives, for each, the stream's events; a reply that is sent whole
 takes its blocks at the end. Knows no HTTP.
@@ -36,7 +36,7 @@ class MessageBlocks:
         if isinstance(event, Reasoning):
             return self._text("thinking", "thinking", {"type": "thinking", "thinking": "", "signature": ""},
                               "thinking_delta", event.text)
-        block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+        block: dict[str, Any] = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
         events = [*self.close(), *self._begin(block)]
         events.append(self._delta({"type": "input_json_delta", "partial_json": event.arguments}))
         block["input"] = msgspec.json.decode(event.arguments)

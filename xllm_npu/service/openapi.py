@@ -8,11 +8,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from xllm_npu.service.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from xllm_npu.service.messages_request import CountTokensBody, MessagesBody
+from xllm_npu.service.protocol import (
+    BatchChatBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
 
 BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/chat/completions": (ChatBody,),
+    "/v1/chat/completions/batch": (BatchChatBody,),
     "/v1/completions": (CompletionBody,),
+    "/v1/messages": (MessagesBody,),
+    "/v1/messages/count_tokens": (CountTokensBody,),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }

@@ -4,8 +4,8 @@ Templates come with models and are run in jinja's immutable sandbox, with the he
 templates expect; the result is what transformers' `apply_chat_template(tokenize=False)` gives for the same
 arguments, except that a list of text parts becomes one string, joined by newlines, before the template sees
 it, and that tools, tool calls and developer messages get another form where the template knows none (see
-text.tool_prompt). Whatever goes wrong while rendering is the client's message, as `InvalidParameter`; a template that does
-not compile is the operator's, as `ChatTemplateError`. Knows no tokens. Safe to use from several threads.
+text.tool_prompt). Whatever goes wrong while rendering is the client's message, as `InvalidParameter`; a template
+that does not compile is the operator's, as `ChatTemplateError`. Knows no tokens. Safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ChatTemplate:
         chat = [_normalized(m, i) for i, m in enumerate(messages)]
         if not chat:
             raise InvalidParameter("messages", "messages must have at least one message.")
-        chat, tools = _known_forms(chat, tools, source)
+        chat = _known_roles(chat, source)
         last = _mark_end(chat, source) if continue_final_message else ""
         names = {
             **self._special_tokens,
@@ -193,7 +193,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            prompt = _rendered(compiled, names)
+            if tools and "tools" not in _names(source):
+                prompt = _with_tools_described(compiled, {**names, "tools": None}, tools)
+            else:
+                prompt = _rendered(compiled, names)
         except Exception as e:  # a template is a program of the model's: it can fail in any way
             raise InvalidParameter("messages", "The chat template refused the messages: " + _short(e)) from e
         return _cut_at_mark(prompt, last) if continue_final_message else prompt
@@ -242,17 +245,24 @@ def _with_string_arguments(message: Message) -> Message:
         for call in calls]}
 
 
-def _known_forms(
-    chat: list[Message], tools: list[dict[str, Any]] | None, source: str
-) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """The conversation and its tools as this template can take them; what it does not know becomes text."""
+def _with_tools_described(template: jinja2.Template, names: dict[str, Any], tools: list[dict[str, Any]]) -> str:
+    """For a template that knows no tools; one that takes no system message either gets them in the user's."""
+    chat = names["messages"]
+    try:
+        return _rendered(template, {**names, "messages": describe_tools(chat, tools, "system")})
+    except jinja2.TemplateError:
+        if chat[0]["role"] != "user":
+            raise
+        return _rendered(template, {**names, "messages": describe_tools(chat, tools, "user")})
+
+
+def _known_roles(chat: list[Message], source: str) -> list[Message]:
+    """The conversation as this template can take it: roles and calls that it does not know get another form."""
     if "developer" not in source:
         chat = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
     if "tool_calls" not in source and any(m["role"] == "tool" or "tool_calls" in m for m in chat):
         chat = calls_as_text(chat)
-    if tools and "tools" not in _names(source):
-        return describe_tools(chat, tools), None
-    return chat, tools
+    return chat
 
 
 def read_template(given: str) -> str:

@@ -23,12 +23,12 @@ To call a function, answer with its name and its arguments as JSON inside <tool_
 </tool_call>"""
 
 
-def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """`messages`, whose content is text, with the tools in the system message, which is made if there is none."""
+def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]], role: str) -> list[Message]:
+    """`messages`, whose content is text, with the tools in a first message of `role`, which is made if need be."""
     described = _INSTRUCTIONS.format(tools="\n".join(_json(tool) for tool in tools))
     first, rest = messages[0], list(messages[1:])
-    if first["role"] != "system":
-        return [{"role": "system", "content": described}, first, *rest]
+    if first["role"] != role:
+        return [{"role": role, "content": described}, first, *rest]
     return [{**first, "content": "\n\n".join(filter(None, (first.get("content"), described)))}, *rest]
 
 
