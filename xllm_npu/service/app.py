@@ -26,6 +26,8 @@ from xllm_npu.service.messages_errors import MessagesErrorMiddleware
 from xllm_npu.service.models import models_router
 from xllm_npu.service.openapi import describe
 from xllm_npu.service.request_id import RequestIdMiddleware
+from xllm_npu.service.response_store import ResponseStore
+from xllm_npu.service.responses import responses_router
 from xllm_npu.service.root_path import RootPathMiddleware
 from xllm_npu.service.tokenize import tokenize_router
 from xllm_npu.version import __version__
@@ -45,6 +47,8 @@ def create_app(
     admission = admission or Admission(models, service.max_concurrent_requests)
     context = ApiContext(models, admission, residency)
     app = FastAPI(title="xllm-npu", version=__version__)
+    store = ResponseStore(service.responses_store_size)
+    app.include_router(responses_router(context, store))
     for router in (chat_router, messages_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))
     add_error_handlers(app)

@@ -77,12 +77,13 @@ def _call(where: str, call: Any) -> Message:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise _wrong(f"{where}.function", "must be an object with a name", function)
-    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    arguments = call_arguments(f"{where}.function.arguments", function.get("arguments"))
     return {"type": "function", **({"id": call["id"]} if call.get("id") else {}),
             "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(where: str, arguments: Any) -> dict[str, Any]:
+def call_arguments(where: str, arguments: Any) -> dict[str, Any]:
+    """The object that a call's arguments are. Raises InvalidParameter if they are none."""
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments.strip() else {}

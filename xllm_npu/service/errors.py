@@ -7,6 +7,8 @@ and keeps the details for the log. Knows nothing of requests and of the engine.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -71,6 +73,19 @@ def quote(value: object) -> str:
 
 def invalid(error: InvalidParameter) -> ApiError:
     return ApiError(400, error.message, param=error.param)
+
+
+@contextmanager
+def renamed_faults(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults found in another API's form of the request: the first of `names` that the field's name has."""
+    try:
+        yield
+    except InvalidParameter as error:
+        param, message = error.param, error.message
+        for name, here in names.items():
+            if name in param:
+                raise InvalidParameter(param.replace(name, here), message.replace(name, here)) from None
+        raise
 
 
 def model_not_found(name: str) -> ApiError:

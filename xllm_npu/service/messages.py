@@ -14,10 +14,11 @@ from xllm_npu.service.body import read_json
 from xllm_npu.service.chat_prompt import encode_messages
 from xllm_npu.service.chat_turn import ChatTurn, chat_turn
 from xllm_npu.service.context import ApiContext
+from xllm_npu.service.errors import renamed_faults
 from xllm_npu.service.generation import Outputs, UsageCount, collect, submitted
-from xllm_npu.service.messages_errors import error_event, renamed_faults
+from xllm_npu.service.messages_errors import error_event
 from xllm_npu.service.messages_events import MessageBlocks, frame
-from xllm_npu.service.messages_request import CountTokensBody, MessagesBody, chat_body
+from xllm_npu.service.messages_request import RENAMED, CountTokensBody, MessagesBody, chat_body
 from xllm_npu.service.protocol import parse
 from xllm_npu.service.sse import EventStream
 from xllm_npu.service.tools import read_tools
@@ -33,7 +34,7 @@ def messages_router(context: ApiContext) -> APIRouter:
     async def messages(request: Request) -> Response:
         body = parse(MessagesBody, await read_json(request))
         target = context.target(body.model)
-        with renamed_faults():
+        with renamed_faults(RENAMED):
             turn = await chat_turn(target, chat_body(body), "msg_" + request.scope[request_id.SCOPE_KEY])
             outputs = await submitted(context, request, target, [turn.input()], bool(body.stream))
         if body.stream:
@@ -44,7 +45,7 @@ def messages_router(context: ApiContext) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         body = parse(CountTokensBody, await read_json(request))
         target = context.target(body.model)
-        with renamed_faults():
+        with renamed_faults(RENAMED):
             chat = chat_body(body)
             tools = read_tools(chat.tools, chat.tool_choice, None)
             prompt = await encode_messages(target.master, chat, tools)

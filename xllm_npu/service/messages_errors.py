@@ -6,9 +6,6 @@ Anthropic's routes and repeats the request's id under the header that these clie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette._utils import get_route_path
@@ -16,9 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xllm_npu.service.errors import ApiError, ErrorEnvelope
-from xllm_npu.service.messages_request import RENAMED
 from xllm_npu.service.request_id import SCOPE_KEY
-from xllm_npu.state.sampling_params import InvalidParameter
 
 ROUTES = "/v1/messages"
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -49,18 +44,6 @@ def error_event(error: ApiError) -> bytes:
     """The event that ends a stream."""
     body = MessagesErrorEnvelope(MessagesError(error_type(error.status), error.message))
     return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
-
-
-@contextmanager
-def renamed_faults() -> Iterator[None]:
-    """Faults that are found in chat's form of the request get the names that this API has for the fields."""
-    try:
-        yield
-    except InvalidParameter as error:
-        param, message = error.param, error.message
-        for name, here in RENAMED.items():
-            message, param = message.replace(name, here), param.replace(name, here)
-        raise InvalidParameter("stop_sequences" if param == "stop" else param, message) from None
 
 
 class MessagesErrorMiddleware:

@@ -17,8 +17,8 @@ from xllm_npu.state.sampling_params import InvalidParameter
 MIN_THINKING_BUDGET = 1024
 CALLER_NOTE = "x-anthropic-billing-header"  # a system block for billing, other at each request: it would spoil caching
 # What the chat form calls these, in errors that it raises.
-RENAMED = {"stop:": "stop_sequences:", ".function.parameters": ".input_schema", ".function.": ".",
-           "tool_choice.function.": "tool_choice.", "A stop string": "A stop sequence", "stop ": "stop_sequences "}
+RENAMED = {".function.parameters": ".input_schema", ".function.": ".", "response_format.json_schema":
+           "output_config.format", "reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
 class CountTokensBody(Body):

@@ -18,11 +18,13 @@ from xllm_npu.service.protocol import (
     TokenizeBody,
     TokenizeChatBody,
 )
+from xllm_npu.service.responses_request import ResponsesBody
 
 BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/chat/completions": (ChatBody,),
     "/v1/chat/completions/batch": (BatchChatBody,),
     "/v1/completions": (CompletionBody,),
+    "/v1/responses": (ResponsesBody,),
     "/v1/messages": (MessagesBody,),
     "/v1/messages/count_tokens": (CountTokensBody,),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
