@@ -1,5 +1,6 @@
 """An answer that is streamed says what the whole one says, in all three chat APIs, however its text is cut."""
 
+import itertools
 import json
 
 import httpx
@@ -36,7 +37,7 @@ def master_that_says(answers: list, prompt_end: str) -> FakeMaster:
         streams = master.streamed[-1]
         pieces = []
         for index, (text, cuts, end) in enumerate(answers):
-            spans = list(zip(cuts, cuts[1:])) if streams else [(0, len(text))]
+            spans = list(itertools.pairwise(cuts)) if streams else [(0, len(text))]
             for i, (start, stop) in enumerate(spans or [(0, 0)]):
                 last = i == max(0, len(spans) - 1)
                 ids = [ord(c) % 256 for c in text[start:stop]]

@@ -173,7 +173,7 @@ async def submitted(context: ApiContext, request: Request, target: Target, input
 
 
 async def collect(request: Request, admission: Admission, outputs: Outputs,
-                  take: Callable[[int, RequestOutput], None]) -> None:
+                  take: Callable[[int, RequestOutput], object]) -> None:
     """Hand every output to `take`, unless the client leaves or the server gives up; closes `outputs`."""
     watch = Watch(request.receive)
     try:

@@ -1,6 +1,7 @@
 """Responses that are kept for `previous_response_id` and GET, in memory, bounded in number and bytes.
 
-The oldest used goes first. Nothing outlives the process; whoever may use the API may read a response whose id they know.
+What was used least recently goes first. Nothing outlives the process; whoever may use the API may read a response whose
+id they know.
 """
 
 from __future__ import annotations
