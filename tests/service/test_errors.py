@@ -82,6 +82,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":
       '{"a":' + "[" * 70 + "]" * 70 + "}"}}]}]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tool_choice": "maybe"}, "tool_choice"),
@@ -103,7 +104,7 @@ async def test_400_names_the_field(client, master, fields, param):
 
 @pytest.mark.parametrize(("field", "value"), [
     ("functions", [{}]), ("response_format", {"type": "json_object"}), ("structured_outputs", {"json": {}}),
-    ("guided_json", {}), ("guided_regex", "a+"), ("suffix", "x"), ("chat_template", "{{x}}"),
+    ("guided_json", {}), ("guided_regex", "a+"), ("suffix", "x"),
     ("modalities", ["audio"]), ("mm_processor_kwargs", {"a": 1})])
 async def test_what_comes_later_is_refused_by_name(client, field, value):
     if not value:

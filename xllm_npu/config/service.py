@@ -54,6 +54,9 @@ class ServiceSettings(Section):
     max_body_bytes: ByteCount = Field(
         default=32 * 2**20, ge=1024, le=2**40, description="largest request body; above it 413"
     )
+    trust_request_chat_template: bool = Field(
+        default=False, description="requests may bring a chat_template, which is rendered in a process of its own"
+    )
     responses_store_size: int = Field(
         default=0, ge=0, le=1_000_000,
         description="responses of /v1/responses that are kept in memory (256 MiB at most) for previous_response_id; "

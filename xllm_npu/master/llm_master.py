@@ -34,6 +34,7 @@ from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AWAKE, AddRequest, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
 from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
+from xllm_npu.text.template_process import TemplateProcesses
 
 if TYPE_CHECKING:
     from xllm_npu.master.beam_request import BeamRequest
@@ -95,6 +96,7 @@ class LLMMaster:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._timings: dict[int, RequestTiming] = {}
         self._template: ChatTemplate
+        self._client_templates = TemplateProcesses()
         self._factory: RequestFactory
         self._dispatcher: OutputDispatcher | None = None
         self._readying: asyncio.Task[None] | None = None
@@ -190,8 +192,13 @@ class LLMMaster:
     ) -> ChatPrompt:
         """Apply the model's chat template and tokenize, off the event loop. Raises InvalidParameter.
 
-        `template_kwargs` are those of `ChatTemplate.render`.
+        `template_kwargs` are those of `ChatTemplate.render`; a `template` among them is the client's.
         """
+        template = template_kwargs.pop("template", None)
+        if template is not None:
+            text = await self._client_templates.render(
+                template, self.tokenizer.special_tokens, messages, **template_kwargs)
+            return ChatPrompt(text, await self.encode(text, add_special_tokens))
         work = partial(encode_chat, self._template, self.tokenizer, messages, add_special_tokens, **template_kwargs)
         prompt: ChatPrompt = await self._in_pool(work)
         return prompt

@@ -18,7 +18,13 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 
 async def encode_messages(master: LLMMaster, body: ChatFields, tools: Tools) -> ChatPrompt:
     """The whole prompt, not truncated."""
-    return await master.encode_chat(checked_messages(body.messages), **template_kwargs(body, tools))
+    kwargs = template_kwargs(body, tools)
+    if body.chat_template:
+        if not master.settings.service.trust_request_chat_template:
+            raise InvalidParameter("chat_template", "chat_template is refused: this server renders its own alone, unless "
+                                   "it is started with --trust_request_chat_template.")
+        kwargs["template"] = body.chat_template
+    return await master.encode_chat(checked_messages(body.messages), **kwargs)
 
 
 def template_kwargs(body: ChatFields, tools: Tools) -> dict[str, Any]:

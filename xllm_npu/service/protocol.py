@@ -117,6 +117,7 @@ class ChatFields(Body):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 

@@ -44,7 +44,6 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "modalities": _text_only,
     "mm_processor_kwargs": _off,
     "media_io_kwargs": _off,
-    "chat_template": _off,  # the template is the operator's choice: a client's could run for ever
     "thinking_token_budget": lambda value: value is None,
     "kv_transfer_params": _off,
 }
