@@ -169,7 +169,7 @@ async def test_nothing_is_kept_by_default(client):
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         response = await client.request(method, f"{URL}/{reply['id']}{path}")
         assert response.status_code == 404
-        assert "--responses_store_size" in response.json()["error"]["message"]
+        assert "--responses-store-size" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

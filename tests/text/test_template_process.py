@@ -38,6 +38,6 @@ async def test_one_that_does_not_end_is_ended(monkeypatch):
 
 @pytest.mark.slow
 async def test_one_that_grows_for_ever_is_ended():
-    grows = "{% set ns = namespace(x='x' * 1000000) %}{% for a in range(9999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    grows = "{% set ns = namespace(x='x' * 1000000) %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
     with pytest.raises(InvalidParameter, match=r"MemoryError|too much memory"):
         await render(grows)

@@ -21,8 +21,8 @@ async def encode_messages(master: LLMMaster, body: ChatFields, tools: Tools) -> 
     kwargs = template_kwargs(body, tools)
     if body.chat_template:
         if not master.settings.service.trust_request_chat_template:
-            raise InvalidParameter("chat_template", "chat_template is refused: this server renders its own alone, unless "
-                                   "it is started with --trust_request_chat_template.")
+            raise InvalidParameter("chat_template", "chat_template is refused: this server renders its own alone, "
+                                   "unless it is started with --trust-request-chat-template.")
         kwargs["template"] = body.chat_template
     return await master.encode_chat(checked_messages(body.messages), **kwargs)
 

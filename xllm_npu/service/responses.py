@@ -158,7 +158,7 @@ def _earlier(id: str | None, store: ResponseStore) -> list[dict[str, Any]]:
     if id is None:
         return []
     if not store.enabled:
-        raise InvalidParameter(name, f"{name}: this server keeps no responses (--responses_store_size); send the "
+        raise InvalidParameter(name, f"{name}: this server keeps no responses (--responses-store-size); send the "
                                "conversation as input.")
     entry = store.get(id)
     if entry is None:
@@ -170,7 +170,7 @@ def _earlier(id: str | None, store: ResponseStore) -> list[dict[str, Any]]:
 def _stored(store: ResponseStore, id: str) -> StoredResponse:
     entry = store.get(id)
     if entry is None:
-        hint = "" if store.enabled else " This server keeps no responses (--responses_store_size)."
+        hint = "" if store.enabled else " This server keeps no responses (--responses-store-size)."
         raise ApiError(404, f"No response {quote(id)} is kept.{hint}", param="response_id", code="not_found")
     return entry
 

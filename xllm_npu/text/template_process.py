@@ -1,9 +1,9 @@
 """A client's own chat template, rendered where it can do no harm: in a process of its own, once, with limits.
 
 A template is a program. The sandbox keeps it from reaching out, but not from running or growing for ever, and a thread
-that does cannot be ended; a process can. `TemplateProcesses.render` starts one for each rendering (a tenth of a second or two)
-and ends it in any case; its time, memory and output are bounded. Run as a module it is that process: the request on stdin,
-the reply on stdout, both JSON.
+that does cannot be ended; a process can. `TemplateProcesses` starts one for each rendering (a tenth of a second or two)
+and ends it in any case; its time, memory and output are bounded. Run as a module it is that process: the request on
+stdin, the reply on stdout, both JSON.
 """
 
 from __future__ import annotations
