@@ -50,7 +50,8 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
-	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m "npu_lab and not slow" tests/npu_lab $(PYTEST_ARGS)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest $(SIDE_BY_SIDE) -m "npu_lab and not slow and not multiprocess" tests/npu_lab $(PYTEST_ARGS) $(NONE_IS_WELL)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m "npu_lab and not slow and multiprocess" tests/npu_lab $(PYTEST_ARGS) $(NONE_IS_WELL)
 
 test-npu-full: $(NPU_INSTALLED)  ## its slow tests too
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2

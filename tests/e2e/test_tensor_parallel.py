@@ -35,8 +35,8 @@ WAYS = {
     "graph": {**CHUNKS, "enable_graph": True, "graph_batch_sizes": (1, 4, 16)},
 }
 SLOW_GRAPH = pytest.param("graph", marks=pytest.mark.slow)
-SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("everything off", "no shared memory", "virtual memory",
-                                                                    "memory that grows", "preemption")]
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in (
+    "everything off", "no shared memory", "virtual memory", "memory that grows", "preemption")]
 
 
 def workers() -> list[psutil.Process]:
