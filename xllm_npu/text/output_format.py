@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from xllm_npu.text.call_grammar import CallGrammar, Expression
+from xllm_npu.text.envelope import Envelope
+from xllm_npu.text.model_hints import ModelHints, format_of_calls, format_of_reasoning
 from xllm_npu.text.output_parser import OutputParser, Parse
 from xllm_npu.text.reasoning import registry as reasoning_formats
 from xllm_npu.text.tagged_output import ReasoningTags, ToolCallFormat, read_tagged
@@ -17,19 +20,9 @@ from xllm_npu.text.tool_spec import ToolSpec
 
 AUTO, NONE = "auto", "none"
 
+__all__ = ["ModelHints", "OutputFormat", "ToolSpec", "output_format"]
+
 F = TypeVar("F")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelHints:
-    """What says which formats a model writes: its architecture's name, the chat template's text (of several, all),
-    the special tokens with their ids, and all added tokens.
-    """
-
-    architecture: str = ""
-    chat_template: str = ""
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
-    added_tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +30,7 @@ class OutputFormat:
     """The formats of one model; either may lack."""
 
     calls: ToolCallFormat | None
-    reasoning: ReasoningTags | None
+    reasoning: ReasoningTags | Envelope | None
     special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -59,8 +52,27 @@ class OutputFormat:
         Without tools the markup of calls is content; so is all reasoning where `reasoning` is false.
         """
         calls = self.calls if tools else None
-        parse = Parse(tools, calls.trims if calls is not None else False)
-        return OutputParser(parse, read_tagged(parse, calls, self.reasoning if reasoning else None, prompt))
+        tags = self.reasoning if reasoning else None
+        parse = Parse(tools if calls is not None else (), calls.trims if calls is not None else False)
+        envelope = next((one for one in (self.calls, self.reasoning) if isinstance(one, Envelope)), None)
+        if envelope is not None:
+            return OutputParser(parse, envelope.read_all(parse, tags is not None, prompt))
+        assert not isinstance(tags, Envelope)
+        return OutputParser(parse, read_tagged(parse, calls, tags, prompt))
+
+    def forced_call_grammar(self, tools: Sequence[ToolSpec], parallel: bool) -> str:
+        """Lark for llguidance: one call of one of `tools` (with `parallel` one or more), as the model writes it, and
+        nothing else. Without a format of its own the model writes bare JSON.
+        """
+        calls = self.calls or tool_call_formats.FORMATS["json"]
+        grammar = CallGrammar(self.special_tokens)
+        call = grammar.one_of([grammar.rule(grammar.sequence(calls.grammar_of_call(grammar, tool))) for tool in tools])
+        begin, end = calls.section
+        more = ""
+        if parallel and calls.takes_several:
+            more = f"({grammar.sequence(calls.separator, call)})*"
+        grammar.start(grammar.sequence(begin, call, Expression(more), end))
+        return grammar.text
 
 
 def output_format(tool_parser: str | None, reasoning_parser: str | None, model: ModelHints) -> OutputFormat:
@@ -68,9 +80,9 @@ def output_format(tool_parser: str | None, reasoning_parser: str | None, model: 
 
     Raises ValueError, with the names that there are.
     """
-    calls = _chosen(tool_parser, "tool_call_parser", _auto_calls(model), tool_call_formats.FORMATS,
+    calls = _chosen(tool_parser, "tool_call_parser", format_of_calls(model), tool_call_formats.FORMATS,
                     tool_call_formats.ALIASES)
-    tags = _chosen(reasoning_parser, "reasoning_parser", _auto_reasoning(model), reasoning_formats.FORMATS,
+    tags = _chosen(reasoning_parser, "reasoning_parser", format_of_reasoning(model), reasoning_formats.FORMATS,
                    reasoning_formats.ALIASES)
     return OutputFormat(calls, tags, model.special_tokens)
 
@@ -87,11 +99,3 @@ def _chosen(name: str | None, flag: str, auto: str | None, formats: Mapping[str,
         known = ", ".join(sorted({*formats, *aliases}))
         raise ValueError(f"{flag} has no format {name!r}. There are auto, none, {known}.")
     return found
-
-
-def _auto_calls(model: ModelHints) -> str | None:
-    return "hermes" if "<tool_call>" in model.chat_template else None
-
-
-def _auto_reasoning(model: ModelHints) -> str | None:
-    return "qwen3" if "</think>" in model.chat_template else None

@@ -9,7 +9,7 @@ have it back if it was no markup after all. Knows no format and no events.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TypeVar
 
 from xllm_npu.text.json_scanner import JsonScanner
@@ -56,6 +56,21 @@ class Markers:
             if text[at:] in self._prefixes:
                 return len(text) - at
         return 0
+
+
+class Ends:
+    """Where a value ends: at one of these markers, if one of its followers comes next after white space.
+
+    `rules`: marker to its followers (END: the end of the text, which `counts_when_cut` or not; none: anything may
+    follow) and to whether it counts only at the beginning of a line.
+    """
+
+    __slots__ = ("counts_when_cut", "markers", "rules")
+
+    def __init__(self, rules: Mapping[str, tuple[tuple[str, ...], bool]], counts_when_cut: bool = False) -> None:
+        self.rules = rules
+        self.markers = Markers(rules)
+        self.counts_when_cut = counts_when_cut
 
 
 class TextReader:
@@ -128,6 +143,37 @@ class TextReader:
         marker = yield from self.until(markers, parts.append)
         return "".join(parts), marker
 
+    def value(self, ends: Ends) -> Steps[tuple[str, str]]:
+        """The text up to the first of `ends` that counts, and its marker; white space after it is read too."""
+        parts: list[str] = []
+        marker = yield from self.stream(ends, parts.append)
+        return "".join(parts), marker
+
+    def stream(self, ends: Ends, sink: Callable[[str], object]) -> Steps[str]:
+        """Read up to and with the first of `ends` that counts, and return it; the text before goes to `sink`.
+
+        An end that is written in the value itself is not followed by what comes after a value, and so does not count.
+        """
+        before = "\n"  # the last character
+
+        def pass_on(text: str) -> None:
+            nonlocal before
+            before = text[-1]
+            sink(text)
+
+        while True:
+            marker = yield from self.until(ends.markers, pass_on)
+            followers, at_line_start = ends.rules[marker]
+            if not at_line_start or before == "\n":
+                if not followers:
+                    return marker
+                space = yield from self.space()
+                found = yield from self.peek([f for f in followers if f])
+                if found or (found == END and END in followers and (ends.counts_when_cut or not self.cut_short)):
+                    return marker
+                marker += space
+            pass_on(marker)
+
     def space(self) -> Steps[str]:
         """Read all white space that comes next; at the end of the text, what there is."""
         parts: list[str] = []
@@ -167,6 +213,12 @@ class TextReader:
                 raise EndOfText
             raise NotMarkup
         return found
+
+    def chars(self, count: int) -> Steps[str]:
+        """The next `count` characters. Raises EndOfText."""
+        while len(self._text) < count:
+            yield from self.more()
+        return self._take(count)
 
     def matching(self, run: re.Pattern[str], limit: int) -> Steps[str]:
         """Read the longest run that `run` (a repeated class of characters) matches, up to `limit` characters."""

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
+from xllm_npu.text.call_grammar import CallGrammar
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Markers, Steps
+from xllm_npu.text.tool_spec import ToolSpec
 
 _TAIL = 256  # characters of a prompt's end that are looked at
 
 
 class ToolCallFormat(ABC):
-    """How one family of models writes calls. Subclasses have no state."""
+    """How one family of models writes calls. Formats have no state."""
 
-    name: ClassVar[str]
-    openers: ClassVar[tuple[str, ...]] = ()  # each begins markup wherever it stands
-    line_openers: ClassVar[tuple[str, ...]] = ()  # the same, but only at the beginning of a line
-    other_markers: ClassVar[tuple[str, ...]] = ()
-    trims: ClassVar[bool] = False  # see EventList
+    name: str
+    openers: tuple[str, ...] = ()  # each begins markup wherever it stands
+    line_openers: tuple[str, ...] = ()  # the same, but only at the beginning of a line
+    other_markers: tuple[str, ...] = ()
+    trims: bool = False  # see EventList
+    # Forced calls: what is around all of them, and between two.
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    takes_several: bool = True  # in one turn of the model
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -35,6 +40,14 @@ class ToolCallFormat(ABC):
 
         Raises NotMarkup where the text cannot go on like a call.
         """
+
+    @abstractmethod
+    def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
+        """The expression of one call of `tool`, as the model writes it."""
+
+    def read_output(self, parse: Parse, tags: ReasoningTags | None, prompt: str) -> Steps[None]:
+        """Read a whole output that follows `prompt`. Raises EndOfText at its end."""
+        return read_tagged(parse, self, tags, prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,13 +53,13 @@ def arguments_text(text: str) -> str | None:
     return strict_text(text) if text.startswith("{") else None
 
 
-def read_arguments(reader: TextReader) -> Steps[str]:
+def read_arguments(reader: TextReader, first: str = "") -> Steps[str]:
     """Read an object that stands for itself. Raises NotMarkup if something else comes, EndOfText."""
-    yield from reader.space()
-    first = yield from reader.peek("{")
-    if first is None:
-        raise NotMarkup
+    if not first:
+        yield from reader.space()
+        first = yield from reader.expect("{")
     scanner = JsonScanner()
+    scanner.feed(first)
     yield from reader.json(scanner)
     return mended(scanner.text, scanner.strict)
 

@@ -4,32 +4,44 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Small models of these families leave the tags out, with or without a code fence instead: see bare_json.
+Small models of these families often leave the tags out, or write a code fence instead: see bare_json.
 """
 
 from __future__ import annotations
 
+from xllm_npu.text.call_grammar import CallGrammar
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import EndOfText, Steps
 from xllm_npu.text.tagged_output import ToolCallFormat
+from xllm_npu.text.tool_calls import bare_json
 from xllm_npu.text.tool_calls.call_object import read_call_object
+from xllm_npu.text.tool_spec import ToolSpec
+
+START, END = "<tool_call>", "</tool_call>"
 
 
 class Hermes(ToolCallFormat):
     name = "hermes"
-    start, end = "<tool_call>", "</tool_call>"
-    openers = (start,)
-    other_markers = (end,)
+    openers = (START,)
+    line_openers = bare_json.OPENERS
+    other_markers = (END,)
     trims = True
+    separator = "\n"
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
+        if opener != START:
+            yield from bare_json.read_bare(parse, opener)
+            return
         reader = parse.reader
         call = yield from read_call_object(reader)
         try:
             yield from reader.space()
-            if (yield from reader.peek((self.start,))) != self.start:  # the next call closes this one too
-                yield from reader.expect(self.end)
+            if (yield from reader.peek(self.openers)) != START:  # the next call closes this one too
+                yield from reader.expect(END)
         except EndOfText:
             if reader.cut_short:
                 raise
         parse.call(*call)
+
+    def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
+        return grammar.sequence(START + "\n", grammar.call_object(tool), "\n" + END)

@@ -1,0 +1,200 @@
+"""Grammars of forced calls: the Lark text, in llguidance's dialect, that a format's calls are put together in.
+
+Fixed text that is a special token of the vocabulary is named by its id, as llguidance lets only such names match
+special tokens. JSON is left to llguidance; bare values have what this module can say of them: the values of `enum` and
+`const`, the bounds of a string's length, and the parameters in the schema's order, of which only required ones must be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xllm_npu.text.argument_types import properties_of, resolved, types_of
+from xllm_npu.text.json_scanner import dumped
+from xllm_npu.text.tool_spec import ToolSpec
+
+MAX_STRING_BOUND = 1000  # characters; automata grow with it
+_TEXT = "/(?s:.*)/"
+# How JSON is spaced: as models were taught, and with no room for white space without end.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Expression(str):
+    """A piece of Lark, where a plain string is text."""
+
+    __slots__ = ()
+
+
+class CallGrammar:
+    """Collects rules; `text` is the grammar once there is a rule `start`."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._rules: list[str] = []
+        self._count = 0
+        self._strict = False  # the tool whose arguments are being written
+        self._quoted: dict[int, Expression] = {}
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._rules) + "\n"
+
+    def start(self, expression: Expression) -> None:
+        self._rules.insert(0, f"start: {expression}")
+
+    # Pieces
+
+    def literal(self, text: str) -> Expression:
+        parts = [part for part in (self._split.split(text) if self._split else [text]) if part]
+        return Expression(" ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+                                   for part in parts) or '""')
+
+    def sequence(self, *parts: str) -> Expression:
+        """One after the other; plain strings are text."""
+        return Expression(" ".join(p if isinstance(p, Expression) else self.literal(p) for p in parts if p))
+
+    def one_of(self, parts: Sequence[str]) -> Expression:
+        return self.rule(Expression(" | ".join(self.sequence(p) for p in parts)))
+
+    def rule(self, expression: Expression, options: str = "") -> Expression:
+        self._count += 1
+        name = Expression(f"r{self._count}")
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def regex(self, pattern: str) -> Expression:
+        return self.rule(Expression(f"/{pattern}/"))
+
+    def json(self, schema: Mapping[str, Any]) -> Expression:
+        """JSON of this schema; what llguidance cannot enforce of it is an error for a strict tool, else let go."""
+        options = {**_JSON_STYLE, "lenient": not self._strict}
+        return self.rule(Expression("%json " + dumped({**schema, "x-guidance": options})))
+
+    # Arguments
+
+    def arguments(self, tool: ToolSpec) -> Expression:
+        """The arguments as JSON. An object that names its keys and does not say otherwise has no others."""
+        self._strict = tool.strict
+        schema = dict(tool.parameters)
+        if "$ref" not in schema:
+            schema["type"] = "object"
+        if schema.get("properties") == {} or (schema.get("properties") and not _is_open(schema)):
+            schema.setdefault("additionalProperties", False)
+        return self.json(schema)
+
+    def call_object(self, tool: ToolSpec, key: str = "arguments") -> Expression:
+        return self.sequence(f'{{"name": {dumped(tool.name)}, "{key}": ', self.arguments(tool), "}")
+
+    def bare_arguments(self, tool: ToolSpec, around: Callable[[str, bool], tuple[str, str]]) -> Expression:
+        """Bare values one after the other; `around` has what stands before and after one, by key and whether it is a
+        string.
+        """
+        self._strict = tool.strict
+        parts = []
+        for key, schema in properties_of(tool.parameters).items():
+            is_string = _is_text(schema, tool.parameters)
+            before, after = around(key, is_string)
+            value = self._bare(schema, tool.parameters, after) if is_string else self.sequence(
+                self._json_value(schema, tool.parameters), after)
+            whole = self.sequence(before, value)
+            parts.append(whole if key in _required(tool.parameters) else Expression(f"({whole})?"))
+        return self.sequence(*parts)
+
+    def keyword_arguments(self, tool: ToolSpec) -> Expression:
+        """`key=value, ...` with values as JSON."""
+        self._strict = tool.strict
+        required = _required(tool.parameters)
+        return self.listed([(self.sequence(f"{key}=", self._json_value(schema, tool.parameters)), key in required)
+                            for key, schema in properties_of(tool.parameters).items()], ", ")
+
+    def quoted_arguments(self, tool: ToolSpec, quote: str) -> Expression:
+        """An object with bare keys and strings between `quote`."""
+        self._strict = tool.strict
+        return self._quoted_object(tool.parameters, tool.parameters, quote)
+
+    def listed(self, items: Sequence[tuple[Expression, bool]], separator: str) -> Expression:
+        """Items in their order with a separator between any two; an item may lack if it is not required."""
+        rest = first = Expression('""')
+        for item, required in reversed(items):
+            new_first = self.sequence(item, rest)
+            new_rest = self.sequence(separator, item, rest)
+            first = self.rule(new_first if required else Expression(f"{new_first} | {first}"))
+            rest = self.rule(new_rest if required else Expression(f"{new_rest} | {rest}"))
+        return first
+
+    # Values
+
+    def _json_value(self, schema: Any, root: dict[str, Any]) -> Expression:
+        definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return self.json({**definitions, **(schema if isinstance(schema, dict) else {})})
+
+    def _bare(self, schema: Any, root: dict[str, Any], after: str) -> Expression:
+        """A string without quotes, and the text that ends it."""
+        schema = resolved(schema, root)
+        values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema.get("const")]
+        texts = [value for value in values or () if isinstance(value, str)]
+        if texts:
+            return self.sequence(self.one_of([text or Expression('""') for text in texts]), after)
+        pattern = _bounded(schema)
+        if any(after.startswith(token) for token in self._special):
+            return self.sequence(self.rule(Expression(pattern)), after)
+        return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
+
+    def _quoted_value(self, schema: Any, root: dict[str, Any], quote: str) -> Expression:
+        schema = resolved(schema, root)
+        known = self._quoted.get(id(schema))
+        if known is not None:
+            return known
+        self._count += 1
+        name = self._quoted[id(schema)] = Expression(f"r{self._count}")  # a schema may contain itself
+        if _is_text(schema, root):
+            value = self.sequence(quote, self._bare(schema, root, quote))
+        elif "object" in types_of(schema, root):
+            value = self._quoted_object(schema, root, quote)
+        elif "array" in types_of(schema, root):
+            item = self._quoted_value(schema.get("items", {}), root, quote)
+            empty = " | " + self.literal("[]") if not schema.get("minItems") else ""
+            value = Expression(f'"[" {item} ("," {item})* "]"{empty}')
+        else:
+            value = self._json_value(schema, root)
+        self._rules.append(f"{name}: {value}")
+        return name
+
+    def _quoted_object(self, schema: dict[str, Any], root: dict[str, Any], quote: str) -> Expression:
+        required = _required(schema)
+        return self.sequence("{", self.listed([
+            (self.sequence(f"{key}:", self._quoted_value(one, root, quote)), key in required)
+            for key, one in properties_of(schema).items()], ","), "}")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _required(schema: dict[str, Any]) -> frozenset[str]:
+    required = resolved(schema, schema).get("required")
+    return frozenset(key for key in required if isinstance(key, str)) if isinstance(required, list) else frozenset()
+
+
+def _is_open(schema: dict[str, Any]) -> bool:
+    """Whether other keywords than `properties` say which keys there are."""
+    return any(key in schema for key in ("patternProperties", "allOf", "anyOf", "oneOf", "unevaluatedProperties"))
+
+
+def _is_text(schema: Any, root: dict[str, Any]) -> bool:
+    """Whether a bare value is written as it is, as strings are; also where nothing says what it is."""
+    types = types_of(schema, root)
+    return not types or "string" in types
+
+
+def _bounded(schema: dict[str, Any]) -> str:
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least = least if isinstance(least, int) and 0 <= least <= MAX_STRING_BOUND else 0
+    if not isinstance(most, int) or not least <= most <= MAX_STRING_BOUND:
+        return f"/(?s:.{{{least},}})/" if least else _TEXT
+    return f"/(?s:.{{{least},{most}}})/"
