@@ -67,6 +67,15 @@ class CallGrammar:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
+    def optional(self, expression: Expression) -> Expression:
+        return Expression(f"({expression})?")
+
+    def text_up_to(self, after: str, pattern: str = _TEXT) -> Expression:
+        """Any text, and `after`, which is not in it."""
+        if any(after.startswith(token) for token in self._special):
+            return self.sequence(self.rule(Expression(pattern)), after)
+        return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
+
     def regex(self, pattern: str) -> Expression:
         return self.rule(Expression(f"/{pattern}/"))
 
@@ -90,19 +99,17 @@ class CallGrammar:
     def call_object(self, tool: ToolSpec, key: str = "arguments") -> Expression:
         return self.sequence(f'{{"name": {dumped(tool.name)}, "{key}": ', self.arguments(tool), "}")
 
-    def bare_arguments(self, tool: ToolSpec, around: Callable[[str, bool], tuple[str, str]]) -> Expression:
-        """Bare values one after the other; `around` has what stands before and after one, by key and whether it is a
-        string.
-        """
+    def bare_arguments(self, tool: ToolSpec, around: Callable[[str, str], tuple[str, str]]) -> Expression:
+        """Bare values one after the other; `around` has what stands before and after one, by its key and JSON type."""
         self._strict = tool.strict
         parts = []
         for key, schema in properties_of(tool.parameters).items():
-            is_string = _is_text(schema, tool.parameters)
-            before, after = around(key, is_string)
-            value = self._bare(schema, tool.parameters, after) if is_string else self.sequence(
+            kind = _kind(schema, tool.parameters)
+            before, after = around(key, kind)
+            value = self._bare(schema, tool.parameters, after) if kind == "string" else self.sequence(
                 self._json_value(schema, tool.parameters), after)
             whole = self.sequence(before, value)
-            parts.append(whole if key in _required(tool.parameters) else Expression(f"({whole})?"))
+            parts.append(whole if key in _required(tool.parameters) else self.optional(whole))
         return self.sequence(*parts)
 
     def keyword_arguments(self, tool: ToolSpec) -> Expression:
@@ -140,10 +147,7 @@ class CallGrammar:
         texts = [value for value in values or () if isinstance(value, str)]
         if texts:
             return self.sequence(self.one_of([text or Expression('""') for text in texts]), after)
-        pattern = _bounded(schema)
-        if any(after.startswith(token) for token in self._special):
-            return self.sequence(self.rule(Expression(pattern)), after)
-        return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
+        return self.text_up_to(after, _bounded(schema))
 
     def _quoted_value(self, schema: Any, root: dict[str, Any], quote: str) -> Expression:
         schema = resolved(schema, root)
@@ -152,7 +156,7 @@ class CallGrammar:
             return known
         self._count += 1
         name = self._quoted[id(schema)] = Expression(f"r{self._count}")  # a schema may contain itself
-        if _is_text(schema, root):
+        if _kind(schema, root) == "string":
             value = self.sequence(quote, self._bare(schema, root, quote))
         elif "object" in types_of(schema, root):
             value = self._quoted_object(schema, root, quote)
@@ -186,10 +190,14 @@ def _is_open(schema: dict[str, Any]) -> bool:
     return any(key in schema for key in ("patternProperties", "allOf", "anyOf", "oneOf", "unevaluatedProperties"))
 
 
-def _is_text(schema: Any, root: dict[str, Any]) -> bool:
-    """Whether a bare value is written as it is, as strings are; also where nothing says what it is."""
+def _kind(schema: Any, root: dict[str, Any]) -> str:
+    """The JSON type that a value is written as: a string where it may be one, and where nothing says what it is."""
     types = types_of(schema, root)
-    return not types or "string" in types
+    if not types or "string" in types:
+        return "string"
+    if "integer" in types:
+        return "number"
+    return next(t for t in ("object", "array", "number", "boolean", "null") if t in types)
 
 
 def _bounded(schema: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Steps
 from xllm_npu.text.tagged_output import ToolCallFormat
@@ -19,6 +20,10 @@ class Envelope(ToolCallFormat):
 
         Without tools calls are content, and reasoning is content unless `with_reasoning`.
         """
+
+    @abstractmethod
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+        """What comes before an answer or a call that follows `prompt`; None if nothing does."""
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         raise AssertionError("an envelope has no openers")

@@ -13,8 +13,8 @@ from xllm_npu.text.output_events import Content, Event, Reasoning, ToolCall
 class EventList:
     """`num_tool_calls` is the next call's index."""
 
-    __slots__ = ("_at_line_start", "_events", "_held", "_kind", "_parts", "_skips_newlines", "_skips_space", "_trims",
-                 "num_tool_calls")
+    __slots__ = ("_at_line_start", "_events", "_has_reasoning", "_held", "_kind", "_parts", "_skips_newlines",
+                 "_skips_space", "_trims", "num_tool_calls")
 
     def __init__(self, trims: bool) -> None:
         self.num_tool_calls = 0
@@ -23,6 +23,7 @@ class EventList:
         self._parts: list[str] = []  # of the event that is being made
         self._kind: type[Content] | type[Reasoning] = Content
         self._held: list[str] = []  # white space, of the kind that is being made
+        self._has_reasoning = False
         self._skips_space = False  # reasoning has begun, with nothing but white space so far
         self._skips_newlines = False  # reasoning has just ended
         self._at_line_start = True
@@ -45,11 +46,14 @@ class EventList:
         if self._skips_space:
             text = text.lstrip()
             self._skips_space = not text
+            if text and self._has_reasoning:
+                text = "\n" + text
         if text:
+            self._has_reasoning = True
             self._add(Reasoning, text, True)
 
     def begin_reasoning(self) -> None:
-        """White space before it is dropped."""
+        """White space before it is dropped; reasoning that there has been before ends in a line break."""
         self._held.clear()
         self._skips_space = True
 

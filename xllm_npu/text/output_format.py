@@ -60,6 +60,17 @@ class OutputFormat:
         assert not isinstance(tags, Envelope)
         return OutputParser(parse, read_tagged(parse, calls, tags, prompt))
 
+    def reasoning_grammar(self, prompt: str, for_call: bool) -> str | None:
+        """Lark for llguidance: what the model may write after `prompt` before its answer begins, or with `for_call`
+        its first call; a grammar of the answer goes after it. None if nothing comes before.
+        """
+        grammar = CallGrammar(self.special_tokens)
+        before = self.reasoning.grammar_before(grammar, prompt, for_call) if self.reasoning is not None else None
+        if before is None:
+            return None
+        grammar.start(before)
+        return grammar.text
+
     def forced_call_grammar(self, tools: Sequence[ToolSpec], parallel: bool) -> str:
         """Lark for llguidance: one call of one of `tools` (with `parallel` one or more), as the model writes it, and
         nothing else. Without a format of its own the model writes bare JSON.

@@ -46,7 +46,9 @@ class Parse:
         self.is_certain = True
         try:
             yield from steps
-            self.reader.kept()
+            rest = self.reader.kept()  # what was read after the last call
+            if rest.isspace():
+                refuse(rest)
         except NotMarkup:
             refuse(self.reader.kept())
         except EndOfText:

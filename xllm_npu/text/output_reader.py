@@ -204,12 +204,19 @@ class TextReader:
         found = yield from self.peek(options)
         return self._take(len(found)) if found else None
 
+    def accept_end(self, *options: str) -> Steps[str | None]:
+        """Like `accept`, of what ends markup. Raises EndOfText where the text ends within it."""
+        found = yield from self.accept(*options)
+        if found is None and self.ended and self._text and any(option.startswith(self._text) for option in options):
+            self._take(len(self._text))
+            raise EndOfText
+        return found
+
     def expect(self, *options: str) -> Steps[str]:
         """Read one of `options`. Raises NotMarkup if something else comes, EndOfText where the text ends before."""
-        found = yield from self.accept(*options)
+        found = yield from self.accept_end(*options)
         if found is None:
-            if self.ended and (not self._text or any(option.startswith(self._text) for option in options)):
-                self._take(len(self._text))
+            if self.ended and not self._text:
                 raise EndOfText
             raise NotMarkup
         return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from xllm_npu.text.call_grammar import CallGrammar
+from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Markers, Steps
 from xllm_npu.text.tool_spec import ToolSpec
 
+_BREAKS = r"\n{0,2}"
 _TAIL = 256  # characters of a prompt's end that are looked at
 
 
@@ -52,20 +53,35 @@ class ToolCallFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """`pairs` of tags that reasoning may stand in. `ends_at_call`: a call that is written in it ends it."""
+    """`pairs` of tags that reasoning may stand in. `ends_at_call`: a call that is written in it ends it.
+
+    `tokens`: parts of tags that vocabularies have as tokens.
+    """
 
     name: str
     pairs: tuple[tuple[str, str], ...]
     ends_at_call: bool = False
+    tokens: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(tag for pair in self.pairs for tag in pair)
+        return tuple(tag for pair in self.pairs for tag in pair) + self.tokens
 
     def opened_by(self, prompt: str) -> str | None:
         """The closing tag of reasoning that has begun in the prompt."""
         tail = prompt[-_TAIL:].rstrip()
         return next((end for start, end in self.pairs if tail.endswith(start.rstrip())), None)
+
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+        """What comes before an answer or a call: the rest of reasoning that has begun, or perhaps some."""
+        end = self.opened_by(prompt)
+        if end is not None:
+            return grammar.sequence(grammar.text_up_to(end), grammar.regex(_BREAKS))
+        tail = prompt[-_TAIL:].rstrip()
+        if any(tail.endswith(end) for _, end in self.pairs):
+            return None
+        start, end = self.pairs[0]
+        return grammar.optional(grammar.sequence(start, grammar.text_up_to(end), grammar.regex(_BREAKS)))
 
 
 def read_tagged(parse: Parse, calls: ToolCallFormat | None, tags: ReasoningTags | None, prompt: str) -> Steps[None]:

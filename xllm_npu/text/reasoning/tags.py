@@ -16,4 +16,4 @@ KIMI_K2 = ReasoningTags("kimi_k2", (THINK,), ends_at_call=True)
 MINIMAX_M2 = ReasoningTags("minimax_m2", (THINK,))
 # Magistral 2506 has the plain tags, its successors tokens.
 MISTRAL = ReasoningTags("mistral", (("[THINK]", "[/THINK]"), THINK))
-GEMMA4 = ReasoningTags("gemma4", (("<|channel>thought\n", "<channel|>"),))
+GEMMA4 = ReasoningTags("gemma4", (("<|channel>thought\n", "<channel|>"),), tokens=("<|channel>",))

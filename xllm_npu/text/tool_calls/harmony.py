@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from xllm_npu.text.call_grammar import CallGrammar
+from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.envelope import Envelope
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import END as END_OF_TEXT
@@ -57,6 +57,13 @@ class Harmony(Envelope):
             header, in_body = "", ""
             yield from reader.space()
             yield from reader.accept(START)
+
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+        """An analysis message, or none; an answer needs the header of its own."""
+        if MESSAGE in prompt[-_TAIL:].rpartition(START)[2]:
+            return None
+        analysis = grammar.sequence(f"{CHANNEL}analysis{MESSAGE}", grammar.text_up_to(f"{END}{START}assistant"))
+        return grammar.sequence(grammar.optional(analysis), "" if for_call else f"{CHANNEL}final{MESSAGE}")
 
     def _read_header(self, parse: Parse, begun: str) -> Steps[str | None]:
         """The header that a body follows; of another one the text is content."""

@@ -27,6 +27,8 @@ from xllm_npu.text.tagged_output import ToolCallFormat
 from xllm_npu.text.tool_calls.call_section import read_section
 from xllm_npu.text.tool_spec import ToolSpec
 
+DSML = "｜DSML｜"
+
 _QUOTE = Markers(('"',))
 _IS_STRING, _NOT_STRING = ' string="true"', ' string="false"'
 
@@ -45,7 +47,7 @@ class InvokeMarkup(ToolCallFormat):
         self._parameter, self._parameter_end = f'<{prefix}parameter name="', f"</{prefix}parameter>"
         self._has_types = has_types
         self.openers = (begin,)
-        self.other_markers = (end, prefix) if prefix else (end,)
+        self.other_markers = (end, DSML) if prefix else (end,)
         self.section = (f"{begin}\n", f"\n{end}")
         self._in_section = Markers((self._invoke, end))
         self._value_ends = Ends({self._parameter_end: ((self._parameter, self._invoke_end), False)})
@@ -82,12 +84,10 @@ class InvokeMarkup(ToolCallFormat):
         return grammar.sequence(f'{self._invoke}{tool.name}">\n', grammar.bare_arguments(tool, self._around),
                                 self._invoke_end)
 
-    def _around(self, key: str, is_string: bool) -> tuple[str, str]:
-        kind = "" if not self._has_types else _IS_STRING if is_string else _NOT_STRING
-        return f'{self._parameter}{key}"{kind}>', f"{self._parameter_end}\n"
+    def _around(self, key: str, kind: str) -> tuple[str, str]:
+        attribute = "" if not self._has_types else _IS_STRING if kind == "string" else _NOT_STRING
+        return f'{self._parameter}{key}"{attribute}>', f"{self._parameter_end}\n"
 
-
-DSML = "｜DSML｜"
 
 DEEPSEEK_V32 = InvokeMarkup("deepseek_v32", "function_calls", DSML, DSML, True)
 DEEPSEEK_V4 = InvokeMarkup("deepseek_v4", "tool_calls", DSML, DSML, True)

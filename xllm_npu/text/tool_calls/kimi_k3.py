@@ -11,7 +11,7 @@ JSON.
 from __future__ import annotations
 
 from xllm_npu.text.argument_types import json_or_string, object_text, properties_of, typed
-from xllm_npu.text.call_grammar import CallGrammar
+from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.envelope import Envelope
 from xllm_npu.text.json_scanner import dumped
 from xllm_npu.text.output_parser import Parse
@@ -22,11 +22,12 @@ from xllm_npu.text.tool_spec import ToolSpec
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 THINK, RESPONSE, TOOLS = (f"{OPEN}{name}{SEPARATOR}" for name in ("think", "response", "tools"))
+THINK_END = f"{CLOSE}think{SEPARATOR}"
 TOOLS_END, CALL_END, ARGUMENT_END = (f"{CLOSE}{name}{SEPARATOR}" for name in ("tools", "call", "argument"))
 CALL, ARGUMENT = f'{OPEN}call tool="', f'{OPEN}argument key="'
 
 _AFTER_ELEMENT = ((OPEN, CLOSE, END_OF_TEXT), False)
-_THINK_ENDS = Ends({f"{CLOSE}think{SEPARATOR}": _AFTER_ELEMENT, RESPONSE: ((), False), TOOLS: ((), False)},
+_THINK_ENDS = Ends({THINK_END: _AFTER_ELEMENT, RESPONSE: ((), False), TOOLS: ((), False)},
                    counts_when_cut=True)
 _RESPONSE_ENDS = Ends({f"{CLOSE}response{SEPARATOR}": _AFTER_ELEMENT, TOOLS: ((), False)}, counts_when_cut=True)
 _VALUE_ENDS = Ends({ARGUMENT_END: ((ARGUMENT, CALL_END), False)})
@@ -61,6 +62,12 @@ class KimiK3(Envelope):
                     events.content(TOOLS)
                 element = yield from reader.until(_BETWEEN, events.content)
 
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+        """A model that thinks in its prompt's element closes it; then comes an answer's, if it is to be one."""
+        if not prompt.rstrip().endswith(THINK):
+            return None
+        return grammar.text_up_to(THINK_END + ("" if for_call else RESPONSE))
+
     def _read_call(self, parse: Parse) -> Steps[None]:
         reader = parse.reader
         quoted, _ = yield from reader.text_until(_QUOTE)
@@ -85,9 +92,8 @@ class KimiK3(Envelope):
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.sequence(
             f'{CALL}{_escaped(tool.name)}" index="', grammar.regex("[1-9][0-9]?"), f'"{SEPARATOR}',
-            grammar.bare_arguments(tool, lambda key, is_string: (
-                f'{ARGUMENT}{_escaped(key)}"' + (' type="string"' if is_string else ' type="json"') + SEPARATOR,
-                ARGUMENT_END)),
+            grammar.bare_arguments(tool, lambda key, kind: (
+                f'{ARGUMENT}{_escaped(key)}" type="{kind}"{SEPARATOR}', ARGUMENT_END)),
             CALL_END)
 
 

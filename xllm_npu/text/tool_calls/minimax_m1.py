@@ -28,7 +28,7 @@ class MiniMaxM1(ToolCallFormat):
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         reader = parse.reader
         yield from reader.space()
-        while (yield from reader.accept(END)) is None:
+        while (yield from reader.accept_end(END)) is None:
             call = yield from read_call_object(reader)
             parse.call(*call)
             yield from reader.space()

@@ -54,7 +54,7 @@ class Pythonic(ToolCallFormat):
             parse.call(*call)
         yield from reader.space()
         if opener != "[":
-            yield from reader.accept(END)
+            yield from reader.accept_end(END)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.sequence(f"{tool.name}(", grammar.keyword_arguments(tool), ")")

@@ -60,7 +60,7 @@ class Qwen3Coder(ToolCallFormat):
         parse.call(name, arguments_object(pairs, tool.parameters if tool is not None else {}))
         if marker != END:
             yield from reader.space()
-            yield from reader.accept(END)
+            yield from reader.accept_end(END)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.sequence(
