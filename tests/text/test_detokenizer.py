@@ -88,6 +88,21 @@ def test_no_blank_between_special_tokens_on_request(tokenizers):
     assert text(False) == "<|im_start|><|im_end|> fox"
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "wordpiece"])
+def test_special_tokens_that_are_shown_all_the_same(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    start, end = (tokenizer.encode(t, add_special_tokens=False)[0] for t in ("<|im_start|>", "<|im_end|>"))
+
+    def text(*shown: str, skip: bool = True) -> str:
+        detokenizer = tokenizer.detokenizer((), skip, shown_special_tokens=shown)
+        return "".join([*stream(detokenizer, [start, end]), detokenizer.flush()]).replace(" ", "")
+
+    assert text() == ""
+    assert text("<|im_end|>") == "<|im_end|>"
+    assert text("<|im_end|>", "<tool call>", "no token") == "<|im_end|>"
+    assert text("<|im_start|>", "<|im_end|>") == text("<|im_end|>", skip=False) == "<|im_start|><|im_end|>"
+
+
 def test_windows_stay_short_when_the_text_keeps_ending_in_a_replacement_character(tokenizers):
     detokenizer = tokenizers["no_decoder"].detokenizer()
     deltas = [detokenizer.push(3) for _ in range(100)]
