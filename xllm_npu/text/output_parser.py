@@ -89,7 +89,7 @@ class OutputParser:
         return self._parse.events.take()
 
     def finish(self, cut_short: bool) -> list[Event]:
-        """The end of the text. `cut_short`: the sequence ended by length or was aborted, and not by itself."""
+        """The end of the text. `cut_short`: by length, a stop string or an abort; the model did not end it."""
         if not self._finished:
             self._finished = True
             self._parse.reader.finish(cut_short)
