@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from xllm_npu.execution.engine_memory import EngineMemory
+from xllm_npu.execution.grammar_cache import GrammarCache
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
@@ -25,8 +26,9 @@ class Engine:
 
     def __init__(
         self, worker: WorkerClient, others: WorkerGroup | None, block_size: int,
-        memory: EngineMemory | None = None,
+        memory: EngineMemory | None = None, grammars: GrammarCache | None = None,
     ) -> None:
+        self.grammars = grammars
         self._worker, self._others = worker, others
         self._block_size = block_size
         self.memory = memory  # where some of it is virtual and comes and goes
@@ -45,7 +47,7 @@ class Engine:
         if self.memory is not None and not self.memory.is_awake:  # it would touch what is not mapped
             raise RuntimeError("The engine sleeps and cannot run a step.")
         if self._others is not None:
-            self._others.send(step)
+            self._others.send(step.without_grammars())
         self._worker.send(step)
 
     def collect(self) -> StepResult:

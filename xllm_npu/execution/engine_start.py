@@ -16,7 +16,7 @@ from xllm_npu.execution.socket_directory import socket_parent
 from xllm_npu.execution.worker import Worker
 from xllm_npu.execution.worker_client import DirectWorker, InProcessWorker, WorkerClient
 from xllm_npu.execution.worker_group import WorkerGroup
-from xllm_npu.execution.worker_loader import LoadedWorker, Progress, check_cut, load_worker
+from xllm_npu.execution.worker_loader import LoadCompiler, LoadedWorker, Progress, check_cut, load_worker
 from xllm_npu.execution.worker_messages import WorkerReady
 from xllm_npu.memory.worker_memory_registry import WorkerMemoryRegistry
 from xllm_npu.state.launch import EngineInit, local_slots
@@ -35,22 +35,24 @@ def local_init(settings: Settings, directory: str) -> EngineInit:
     )
 
 
-def start_engine(settings: Settings, init: EngineInit | None, progress: Progress, *, overlap: bool
-                 ) -> tuple[Engine, EngineReady]:
+def start_engine(settings: Settings, init: EngineInit | None, progress: Progress, *, overlap: bool,
+                 grammars: LoadCompiler | None = None) -> tuple[Engine, EngineReady]:
     """Raises what loading raises on any rank, or how a rank died. Nothing is left running then.
 
     Without `init` all ranks are on this machine, and meet in a directory that goes when they are connected.
+    `grammars`: what compiles them; without it the engine takes no request that has one.
     """
     if init is not None:
-        return _start(settings, init, progress, overlap)
+        return _start(settings, init, progress, overlap, grammars)
     directory = tempfile.mkdtemp(prefix="xllm-npu-", dir=socket_parent())
     try:
-        return _start(settings, local_init(settings, directory), progress, overlap)
+        return _start(settings, local_init(settings, directory), progress, overlap, grammars)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bool) -> tuple[Engine, EngineReady]:
+def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bool, grammars: LoadCompiler | None
+           ) -> tuple[Engine, EngineReady]:
     if not init.rendezvous:
         init.rendezvous = f"file://{init.directory}/rendezvous"
     init.ledgers = init.ledgers or init.directory
@@ -60,13 +62,13 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     made: list[LoadedWorker] = []
 
     def make() -> Worker:
-        made.append(load_worker(settings, rank, progress))
+        made.append(load_worker(settings, rank, progress, grammars))
         return made[0].worker
 
     if settings.parallel.tp_size == 1:
         worker = _one_worker(make, overlap)
         ready = made[0].ready
-        return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None)), ready
+        return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None), made[0].grammars), ready
     check_cut(settings, rank, progress)
     with _registry(init) as registry:
         client, group, others = _several_workers(settings, init, make)
@@ -78,7 +80,7 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
         except BaseException:
             group.close(patience=0)
             raise
-    return Engine(client, group, ready.block_size, memory), ready
+    return Engine(client, group, ready.block_size, memory, made[0].grammars), ready
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Changes to logits that come before temperature, in place, for the rows that ask.
 
-Order (vLLM's, and transformers' where it has them): allowed_token_ids, bad_words, min_tokens, logit_bias,
+Order (vLLM's, and transformers' where it has them): the grammar, allowed_token_ids, bad_words, min_tokens, logit_bias,
 then repetition_penalty (prompt and output tokens), frequency_penalty, presence_penalty (output tokens). They
-bind greedy rows as well. Reads nothing back to the host. Knows no temperature and no random numbers.
+bind greedy rows as well. What forbids tokens may leave nothing of what a grammar allows: then the grammar decides alone. Reads nothing back to the host. Knows no temperature and no random numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from xllm_npu.execution.constrained_decoding import GrammarMask
 from xllm_npu.execution.sampling_state import (
     ALLOWED,
     BAD_WORDS,
     BIAS,
     MIN_TOKENS,
     PENALTIES,
+    PROCESSORS,
     Int32Array,
     Int64Array,
     SamplingState,
@@ -23,6 +25,28 @@ from xllm_npu.execution.sampling_state import (
 )
 
 MASKED = float("-inf")
+
+
+def apply_grammar(
+    logits: torch.Tensor, grammar: GrammarMask, state: SamplingState, rows: Int32Array, num_output: Int32Array,
+    needs: Int32Array,
+) -> None:
+    """The grammar's mask, and then the processors, for all rows; arguments as for `apply_processors`.
+
+    A complete grammar allows a stop token alone, which min_tokens forbids, and a constant need not consist of
+    allowed_token_ids. A row that would be left without a token keeps what the grammar allows.
+    """
+    grammar.apply(logits)
+    if not int(np.bitwise_or.reduce(needs)) & PROCESSORS:
+        return
+    narrowed = grammar.positions[(needs[grammar.positions] & (ALLOWED | BAD_WORDS | MIN_TOKENS)) != 0]
+    index = to_device(narrowed, logits.device)
+    whole = logits[index]  # [K, V], a copy
+    apply_processors(logits, state, rows, num_output, needs)
+    if len(narrowed):
+        part = logits[index]
+        nothing = (part == MASKED).all(dim=1, keepdim=True)  # [K, 1]
+        logits[index] = torch.where(nothing, whole, part)
 
 
 def apply_processors(

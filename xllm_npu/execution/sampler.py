@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from xllm_npu.execution.logits_processor import apply_processors
+from xllm_npu.execution.constrained_decoding import GrammarMask
+from xllm_npu.execution.logits_processor import apply_grammar, apply_processors
 from xllm_npu.execution.logprobs import DeviceLogprobs, SampleLogprobs, measure
 from xllm_npu.execution.sampling_state import (
     LOGPROBS,
@@ -85,9 +86,11 @@ class Sampler:
         self._state = state
         self._host_reads = state.device.type == "cpu" if host_reads is None else host_reads
 
-    def sample(self, logits: torch.Tensor, rows: Int32Array, num_output: Int32Array) -> SampleResult:
+    def sample(
+        self, logits: torch.Tensor, rows: Int32Array, num_output: Int32Array, grammar: GrammarMask | None = None
+    ) -> SampleResult:
         """`logits` [S, V] float32, may be overwritten. `rows` [S]: batch-table rows. `num_output` [S]:
-        tokens each sequence had generated before this one.
+        tokens each sequence had generated before this one. `grammar`: what the rows that have one may choose.
         """
         assert logits.dtype == torch.float32
         assert logits.shape[1] == self._state.vocab_size
@@ -95,8 +98,11 @@ class Sampler:
         union = int(np.bitwise_or.reduce(needs)) if len(needs) else 0
         logits, top, tokens = self._clean_maximum(logits)
         raw = self._keep_raw(logits, needs) if union & LOGPROBS else None
-        if union & PROCESSORS:
+        if grammar is not None:
+            apply_grammar(logits, grammar, self._state, rows, num_output, needs)
+        elif union & PROCESSORS:
             apply_processors(logits, self._state, rows, num_output, needs)
+        if grammar is not None or union & PROCESSORS:
             top, tokens = logits.max(1)
         bad = top == _LOWEST
         if union & RANDOM:

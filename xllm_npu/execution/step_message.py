@@ -6,6 +6,8 @@ bytes of int32. A token id of PLACEHOLDER stands for the token that the worker i
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,13 @@ class StepInput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
     def array(self, name: str) -> I32:
         return np.frombuffer(getattr(self, name), np.int32)
+
+    def without_grammars(self) -> StepInput:
+        """For ranks that do not sample: grammars may be large."""
+        if all(a.params.grammar is None for a in self.admitted):
+            return self
+        plain = [msgspec.structs.replace(a, params=dataclasses.replace(a.params, grammar=None)) for a in self.admitted]
+        return msgspec.structs.replace(self, admitted=plain)
 
 
 def build_step_input(batch: Batch, table: BatchTable, block_size: int) -> StepInput:

@@ -19,6 +19,7 @@ from xllm_platform.base import Platform
 from xllm_platform.collectives import broadcast
 from xllm_platform.parallel import ParallelState
 
+from xllm_npu.execution.constrained_decoding import ConstrainedDecoding
 from xllm_npu.execution.executor import Executor, GraphMisses
 from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
@@ -45,6 +46,7 @@ class WorkerParts:
     sampling: SamplingState
     parallel: ParallelState = field(default_factory=ParallelState.single)
     balancer: ExpertBalancer | None = None
+    constrained: ConstrainedDecoding | None = None  # where this rank samples, and grammars can be had
     memory: WorkerMemoryResources | None = None  # under weights and KV cache, where those are in virtual memory
 
 
@@ -61,6 +63,8 @@ class Worker:
         misses = dataclasses.replace(p.executor.misses)
         with self._stepping(), torch.inference_mode(), p.platform.inference_context():
             self._update_rows(step)
+            if p.constrained is not None:
+                p.constrained.begin(step.array("sample_rows"))
             plan = p.executor.plan(step)
             built = p.builder.build(step, plan.graph_size, plan.padded_tokens)
             hidden = p.executor.run(built.input, plan)
@@ -78,17 +82,25 @@ class Worker:
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""
         self.parts.parallel.shutdown()
+        if self.parts.constrained is not None:
+            self.parts.constrained.close()
         if self.parts.memory is not None:
             self.parts.memory.close()
 
     def _update_rows(self, step: StepInput) -> None:
         sampling = self.parts.sampling
         if self._samples:
+            constrained = self.parts.constrained
             for row in step.released:
                 sampling.release(row)
+                if constrained is not None:
+                    constrained.release(row)
             for a in step.admitted:
-                sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32),
-                               np.frombuffer(a.output, np.int32), a.sequence_index)
+                output = np.frombuffer(a.output, np.int32)
+                sampling.admit(a.row, a.params, a.stop_ids, np.frombuffer(a.prompt, np.int32), output,
+                               a.sequence_index)
+                if constrained is not None and a.params.grammar is not None:
+                    constrained.admit(a.row, a.params.grammar, output)
         for a in step.admitted:
             self.parts.builder.admit(a.row, a.second_rotation)
         if step.copies:
@@ -107,7 +119,9 @@ class Worker:
         logits = self.parts.model.compute_logits(wanted)  # type: ignore[operator]
         result = None
         if self._samples:
-            result = self._sampler.sample(logits, built.sample_rows, built.sample_output)
+            constrained = self.parts.constrained
+            mask = None if constrained is None else constrained.mask()
+            result = self._sampler.sample(logits, built.sample_rows, built.sample_output, mask)
             self.parts.sampling.observe(built.sample_rows, result.tokens)
         tokens = logits.new_empty(count, dtype=torch.int64) if result is None else result.tokens
         self.parts.builder.remember(built.sample_rows, broadcast(tokens, self.parts.parallel.tp))
@@ -145,6 +159,9 @@ class Worker:
             result.tokens = host.tokens.tobytes()
             if host.bad_rows.any():
                 result.failed = np.flatnonzero(host.bad_rows).tolist()
+            if self.parts.constrained is not None:
+                result.failures = self.parts.constrained.accept(host.tokens)
+                result.failed = sorted({*result.failed, *result.failures})
             if host.logprobs is not None:
                 by_row = host.logprobs.by_row()
                 order = step.array("sample_rows").tolist()

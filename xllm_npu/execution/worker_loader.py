@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from xllm_models import hub
 from xllm_models.attention.base import PagedBackend
+from xllm_models.backends import get_ops
 from xllm_models.config import ModelConfig
 from xllm_models.layers.sharding import check_expert_sharding, check_sharding
 from xllm_models.registry import build_model
@@ -26,8 +28,10 @@ from xllm_platform.registry import select
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.captured_graphs import CapturedGraphs
+from xllm_npu.execution.constrained_decoding import ConstrainedDecoding
 from xllm_npu.execution.executor import EagerRunner, Executor
 from xllm_npu.execution.expert_balancer import ExpertBalancer
+from xllm_npu.execution.grammar_cache import Compiler, GrammarCache
 from xllm_npu.execution.graph_plan import GraphSizes, measure
 from xllm_npu.execution.input_builder import InputBuilder
 from xllm_npu.execution.load_plan import (
@@ -54,6 +58,8 @@ from xllm_npu.state.messages import EngineProgress, EngineReady, WeightLoad
 KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
 
 Progress = Callable[[EngineProgress], None]
+# What compiles grammars over a model's tokens: from its tokenizer's directory, the logits' width and the EOS tokens.
+LoadCompiler = Callable[[Path, int, Sequence[int]], Compiler]
 
 
 @dataclass(slots=True)
@@ -62,6 +68,11 @@ class LoadedWorker:
     ready: EngineReady  # num_kv_blocks does not count the dummy
     tokenizer_dir: Path
     memory: WorkerMemoryResources | None = None  # where weights or KV cache are in virtual memory
+
+    @property
+    def grammars(self) -> GrammarCache | None:
+        constrained = self.worker.parts.constrained
+        return None if constrained is None else constrained.grammars
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,11 +87,15 @@ class _Start:
     dtype: torch.dtype
     parallel: ParallelState
     began: float  # time.monotonic()
+    grammars: LoadCompiler | None
 
 
-def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWorker:
+def load_worker(
+    settings: Settings, rank: Rank, progress: Progress, grammars: LoadCompiler | None = None
+) -> LoadedWorker:
     """Everything from an idle process to a warm worker; all ranks of a world call it together.
 
+    `grammars`, for the rank that samples: called with the first request that has one.
     Raises LoadError, PlatformError, HubError, WeightError, ...
     """
     began = time.monotonic()
@@ -91,7 +106,7 @@ def load_worker(settings: Settings, rank: Rank, progress: Progress) -> LoadedWor
     _check_cut(settings, rank, config)
     parallel = _join(settings, rank, config, platform)
     try:
-        return _load(_Start(settings, rank, platform, resolved, config, dtype, parallel, began), progress)
+        return _load(_Start(settings, rank, platform, resolved, config, dtype, parallel, began, grammars), progress)
     except BaseException:
         parallel.shutdown()
         raise
@@ -206,7 +221,18 @@ def _assemble(
         graphs.capture(sizes, lambda done, total: progress(EngineProgress("Capturing graphs", done, total)))
     runners = (graphs.decode, graphs.prefill) if graphs is not None else (None, None)
     executor = Executor(EagerRunner(model, attention), *runners)
-    return Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer))
+    return Worker(WorkerParts(platform, model, attention, builder, executor, sampling, parallel, balancer,
+                              _constrained(start, shape)))
+
+
+def _constrained(start: _Start, shape: StepShape) -> ConstrainedDecoding | None:
+    if start.grammars is None:
+        return None
+    directory = Path(start.settings.model.tokenizer or start.resolved.tokenizer_dir)
+    load = partial(start.grammars, directory, start.config.vocab_size, start.config.eos_token_ids)
+    capabilities = start.platform.capabilities
+    return ConstrainedDecoding(GrammarCache(load), shape.max_seqs, start.platform.device(),
+                               get_ops(capabilities.kernels).token_bitmask, capabilities.pinned_memory)
 
 
 def _builder(

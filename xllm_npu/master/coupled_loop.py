@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from xllm_npu.execution.engine import Engine
-from xllm_npu.master.engine_loop import EngineLoop
+from xllm_npu.master.engine_loop import PREPARING_PAUSE, EngineLoop
 from xllm_npu.master.engine_residency import EngineResidency
 from xllm_npu.master.step_agreement import Agreed, StepAgreement
 from xllm_npu.master.step_exchange import StepExchange
@@ -59,8 +59,11 @@ class CoupledLoop(EngineLoop):
 
     def step(self) -> StepOutputs | None:
         """One turn, which waits for all ranks to take theirs. Raises StepError, and what a worker raised."""
+        self._take_prepared()
         group = self.scheduler.schedule()
         agreed = self._agree(group)
+        if not agreed.tokens:
+            self._take_prepared(PREPARING_PAUSE)
         if agreed.over:
             assert not self._in_flight or self._agreement.left
             return self.scheduler.pending_outputs()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_start import start_engine
+from xllm_npu.execution.grammar_cache import PreparedRequests
 from xllm_npu.execution.plugins import load_plugins
 from xllm_npu.master.engine_residency import EngineResidency
 from xllm_npu.scheduling.options import SchedulerOptions
@@ -38,8 +40,12 @@ from xllm_npu.state.messages import (
     Wake,
 )
 
+if TYPE_CHECKING:
+    from xllm_npu.text.grammar_matcher import MatcherFactory
+
 log = logging.getLogger(__name__)
 
+PREPARING_PAUSE = 0.02  # seconds at most until messages are looked at again, where all requests wait for grammars
 STALL_PAUSE = 0.02  # seconds until memory is asked for again, where no request can go on without it
 
 
@@ -61,6 +67,14 @@ def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOption
     )
 
 
+def _grammar_compiler(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> MatcherFactory:
+    """On a thread, with the first request that has a grammar."""
+    from xllm_npu.text.grammar_matcher import MatcherFactory
+    from xllm_npu.text.tokenizer import Tokenizer
+
+    return MatcherFactory(Tokenizer(directory).to_json(), vocab_size, eos_token_ids)
+
+
 def _elastic_pool(engine: Engine) -> ElasticBlockPool | None:
     if engine.pages is None:
         return None
@@ -73,6 +87,7 @@ class EngineLoop:
         self.ready = ready
         self._engine = engine
         self._depth = 1 if overlap else 0  # steps that may run while the next is scheduled
+        self._preparing = None if engine.grammars is None else PreparedRequests(engine.grammars)
         self.residency = EngineResidency(scheduler, engine)
         ready.owned_pages = scheduler.stats.owned_pages = self._owned_pages()
 
@@ -85,7 +100,8 @@ class EngineLoop:
         load_plugins()
         get_policy(settings.scheduler.scheduling_policy)  # refused now, not after minutes of loading
         overlap = settings.scheduler.enable_schedule_overlap
-        engine, ready = start_engine(settings, init, progress or (lambda _: None), overlap=overlap)
+        engine, ready = start_engine(settings, init, progress or (lambda _: None), overlap=overlap,
+                                     grammars=_grammar_compiler)
         scheduler = Scheduler(scheduler_options(settings, ready), _elastic_pool(engine))
         if ready.steps_together:
             from xllm_npu.master.coupled_loop import CoupledLoop  # which builds on this module
@@ -115,10 +131,25 @@ class EngineLoop:
             self.scheduler.abort(message.keys)
             return
         try:
-            self.scheduler.add(message)
+            self._add(message)
         except Exception:  # one malformed request must not end the others; it is told so
             log.exception("request %s cannot be scheduled", message.external_id)
             self.scheduler.refuse(message, "The request is malformed.")
+
+    def _add(self, message: AddRequest) -> None:
+        grammar = message.params.grammar
+        if grammar is None:
+            self.scheduler.add(message)
+        elif self._preparing is None:
+            self.scheduler.refuse(message, "This engine has no grammars.")
+        else:
+            self.scheduler.add(message, prepared=self._preparing.add(message.request_id, grammar))
+
+    def _take_prepared(self, timeout: float = 0.0) -> None:
+        """Let requests run whose grammars are there by now, or are after `timeout` seconds."""
+        if self._preparing:
+            for request_id, failure in self._preparing.take_done(timeout):
+                self.scheduler.set_prepared(request_id, failure)
 
     def check(self) -> None:
         """Raise how a worker died, if one has, or what became of its memory."""
@@ -133,6 +164,7 @@ class EngineLoop:
 
         Returns news (perhaps empty), or None if there was nothing to do. Raises what a worker raised.
         """
+        self._take_prepared()
         group = self.scheduler.schedule()
         if group is not None:
             self._engine.submit(group)
@@ -142,6 +174,7 @@ class EngineLoop:
         if group is None:
             if self.scheduler.stalled:
                 time.sleep(STALL_PAUSE)
+            self._take_prepared(PREPARING_PAUSE)
             return self.scheduler.pending_outputs()
         return StepOutputs()
 

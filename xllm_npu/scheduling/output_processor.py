@@ -27,6 +27,7 @@ from xllm_npu.state.messages import (
 from xllm_npu.state.request import Request, Sequence, SequenceState
 
 I32 = npt.NDArray[np.int32]
+NOT_A_NUMBER = "The model's output for this request is not a number; the request was ended."
 
 
 class OutputProcessor:
@@ -52,7 +53,7 @@ class OutputProcessor:
         if not live.all():
             live |= self._preempted(rows, phase)
         if result.failed:
-            live &= self._fail(rows, result.failed, outputs)
+            live &= self._fail(rows, result, outputs)
         every = bool(live.all())
         kept = np.arange(rows.size) if every else np.flatnonzero(live)
         if not every:
@@ -84,13 +85,13 @@ class OutputProcessor:
                        and sequence.state is not SequenceState.FINISHED)
         return live
 
-    def _fail(self, rows: I32, failed: list[int], outputs: StepOutputs) -> npt.NDArray[np.bool_]:
+    def _fail(self, rows: I32, result: StepResult, outputs: StepOutputs) -> npt.NDArray[np.bool_]:
         keep = np.ones(rows.size, bool)
-        for i in failed:
+        for i in result.failed:
             keep[i] = False
             sequence = self.running.by_row[rows[i]]
             if sequence is not None and sequence.state is not SequenceState.FINISHED:
-                message = "The model's output for this request is not a number; the request was ended."
+                message = result.failures.get(i, NOT_A_NUMBER)
                 outputs.finished.append(Finished(sequence.key, FINISH_ERROR, message=message))
                 self.finish(sequence)
         return keep

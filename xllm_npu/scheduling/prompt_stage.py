@@ -136,7 +136,8 @@ class PromptStage:
         """What the worker needs to sample for the sequence; token history only where a processor looks at it."""
         p = sequence.request.message.params
         history = bool(
-            p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.bad_words_token_ids)
+            p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.bad_words_token_ids
+            or p.grammar is not None)
         n = sequence.num_prompt
         return RowAdmission(
             row=sequence.row, sequence_index=sequence.index, params=p, stop_ids=sequence.stop_ids,

@@ -77,11 +77,15 @@ class Scheduler:
         self._stalled_since: float | None = None
         self._gate = PauseGate()
         self._arrivals = 0
+        self._unprepared: dict[int, tuple[Sequence, bool]] = {}  # by request: its lead; whether the gate holds it back
 
     # Requests in
 
-    def add(self, message: AddRequest) -> None:
-        """Queue a request. One that could never fit ends at once with an error in the next outputs."""
+    def add(self, message: AddRequest, prepared: bool = True) -> None:
+        """Queue a request. One that could never fit ends at once with an error in the next outputs.
+
+        One that is not `prepared` is open, and not scheduled before `set_prepared`.
+        """
         params = message.params
         prompt = message.prompt_token_ids
         self._arrivals += 1
@@ -104,7 +108,27 @@ class Scheduler:
         self.requests[request.request_id] = request
         lead = request.sequences[0]
         lead.fork_on_sample = len(request.sequences) > 1
-        if self._gate.holds_back(message):
+        held_back = self._gate.holds_back(message)
+        if not prepared:
+            self._unprepared[request.request_id] = lead, held_back
+        elif held_back:
+            self._gate.hold(lead)
+        else:
+            self.waiting.push(lead)
+
+    def set_prepared(self, request_id: int, failure: str = "") -> None:
+        """A request that was not `prepared` can run now; or never, then it ends with `failure`.
+
+        Harmless if it has ended meanwhile.
+        """
+        lead, held_back = self._unprepared.pop(request_id, (None, False))
+        if lead is None:
+            return
+        if failure:
+            keys = [s.key for s in lead.request.sequences if s.state is not SequenceState.FINISHED]
+            self.abort(keys)
+            self._pending_finished += [Finished(key, FINISH_ERROR, message=failure) for key in keys]
+        elif held_back and self._gate.holds_back(lead.request.message):
             self._gate.hold(lead)
         else:
             self.waiting.push(lead)
@@ -148,9 +172,19 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         held = self._gate.forget(sequence)
-        if sequence.fork_on_sample:
+        lead, held_back = self._unprepared.get(sequence.request.request_id, (None, False))
+        if lead is sequence:
+            del self._unprepared[sequence.request.request_id]
+            self._hand_over_unprepared(sequence, held_back)
+        elif sequence.fork_on_sample:
             self._hand_over_lead(sequence, held)
         self._outputs.finish(sequence)
+
+    def _hand_over_unprepared(self, lead: Sequence, held_back: bool) -> None:
+        rest = [s for s in lead.request.sequences if s is not lead and s.state is not SequenceState.FINISHED]
+        if rest:
+            lead.fork_on_sample, rest[0].fork_on_sample = False, len(rest) > 1
+            self._unprepared[lead.request.request_id] = rest[0], held_back
 
     def _hand_over_lead(self, lead: Sequence, held: bool) -> None:
         """The sequence that computes the prompt ends before it forked: the next sibling takes its part."""
@@ -242,7 +276,8 @@ class Scheduler:
 
     def _watch_stall(self, plan: StepPlan, now: float) -> None:
         """Where memory does not come free for long, the first request in line ends with an error."""
-        if not self.running.blocks.pool.elastic or not plan.empty or self._in_flight or not self.requests:
+        if not self.running.blocks.pool.elastic or not plan.empty or self._in_flight or (
+                len(self.requests) == len(self._unprepared)):
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = now
@@ -328,7 +363,7 @@ class Scheduler:
     def update_gauges(self) -> None:
         """What `stats` says of this moment."""
         s, pool = self.stats, self.running.blocks.pool
-        s.running, s.waiting = self.running.num_running, len(self.waiting)
+        s.running, s.waiting = self.running.num_running, len(self.waiting) + len(self._unprepared)
         s.kv_usage, s.free_blocks, s.pages = pool.usage, pool.num_available, pool.page_stats()
         s.stalled = self.stalled
 
@@ -355,6 +390,10 @@ class Scheduler:
             assert sequence.state is SequenceState.WAITING
             assert sequence.row == NO_ROW
             assert sequence not in self._gate.held, "a sequence waits and is held back"
+        for request_id, (lead, _) in self._unprepared.items():
+            assert self.requests[request_id] is lead.request
+            assert lead not in self.waiting, "a sequence waits before it is prepared"
+            assert (lead.state, lead.row) == (SequenceState.WAITING, NO_ROW)
         for request in self.requests.values():
             unfinished = [s for s in request.sequences if s.state is not SequenceState.FINISHED]
             assert len(unfinished) == request.num_unfinished > 0

@@ -26,7 +26,7 @@ class RowAdmission(msgspec.Struct, array_like=True, kw_only=True):
     sequence_index: int
     params: SamplingParams
     stop_ids: list[int]  # suppressed until min_tokens; EOS included
-    prompt: bytes = b""  # int32; only if a penalty or bad word looks at it
+    prompt: bytes = b""  # int32; only if a penalty, bad word or grammar looks at what was generated
     output: bytes = b""  # int32; tokens generated before a preemption, likewise
     second_rotation: bool = False  # the sequence is past SchedulerOptions.rotary_switch
 
@@ -89,6 +89,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # index into sample_rows
     prompt_logprobs: dict[int, list[Logprobs]] = msgspec.field(default_factory=dict)  # row -> one a position
     failed: list[int] = msgspec.field(default_factory=list)  # indices into sample_rows without a usable distribution
+    failures: dict[int, str] = msgspec.field(default_factory=dict)  # of those, what to say if it is not the model's fault
     seconds: float = 0.0
     graph_miss: bool = False  # a decode step above the largest graph
     prefill_graph_miss: bool = False  # one with prompts above the largest pieces

@@ -21,6 +21,7 @@ MAX_ALLOWED_TOKEN_IDS = 65536
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 10
+MAX_GRAMMAR_CHARS = 1 << 20
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -67,6 +68,8 @@ class SamplingParams:
     # Search instead of sampling: num_sequences beams, of which the n with the highest score are returned.
     use_beam_search: bool = False
     length_penalty: float = 1.0  # of a beam's score, cumulative logprob / length ** length_penalty
+    # What the output has to match: an llguidance grammar in its JSON form, as text.structured_output makes them.
+    grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None  # (text)
     stream_interval: int = 1  # (text) tokens an output brings at least, but for the first and the last
 
@@ -129,6 +132,9 @@ def _check_counts(p: SamplingParams) -> None:
         if value is not None:
             _in(value, 0, MAX_LOGPROBS, name)
     _require(p.stream_interval >= 1, "stream_interval", f"stream_interval must be at least 1, got {p.stream_interval}.")
+    size = len(p.grammar or "")
+    _require(size <= MAX_GRAMMAR_CHARS, "grammar",
+             f"grammar takes at most {MAX_GRAMMAR_CHARS} characters, got {size}.")
     if p.repetition_detection is not None:
         _check_repetition(p.repetition_detection)
 
@@ -183,6 +189,7 @@ def _check_tokens(p: SamplingParams, vocab_size: int | None) -> None:
 NOT_WITH_BEAMS = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
     "allowed_token_ids": None, "bad_words": (), "bad_words_token_ids": (), "stop": (), "repetition_detection": None,
+    "grammar": None,
 }
 
 

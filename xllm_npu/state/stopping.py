@@ -20,9 +20,12 @@ def max_total_tokens(params: SamplingParams, num_prompt: int, max_model_len: int
 
 
 def stop_token_ids(params: SamplingParams, eos_token_ids: Seq[int]) -> list[int]:
-    """Tokens that end the sequence. `stop_token_ids` adds to the model's; `ignore_eos` switches the model's off."""
+    """Tokens that end the sequence. `stop_token_ids` adds to the model's; `ignore_eos` switches the model's off.
+
+    A grammar that is complete allows nothing but the model's, so that with one they end the sequence in any case.
+    """
     ids = dict.fromkeys(params.stop_token_ids)
-    if not params.ignore_eos:
+    if not params.ignore_eos or params.grammar is not None:
         ids.update(dict.fromkeys(eos_token_ids))
     return list(ids)
 

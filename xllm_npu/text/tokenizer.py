@@ -38,7 +38,8 @@ class Tokenizer:
 
     Attributes: `vocab_size` (largest id + 1, added tokens included), `eos_token_id`, `bos_token_id` (None if
     the model has none), `special_ids`, `special_tokens` (name to text, for chat templates), `added_tokens` (text
-    to id, special or not), `chat_template` (the model's own: source, or sources by name; None if it has none).
+    to id, special or not), `marker_ids` (those of them that are no text to a grammar), `chat_template` (the
+    model's own: source, or sources by name; None if it has none).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,6 +55,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_tokens: dict[str, int] = {token.content: i for i, token in added.items()}
+        # Tokens that a grammar has to name by id, as llguidance takes them for no text.
+        self.marker_ids: dict[str, int] = {
+            text: i for text, i in self.added_tokens.items()
+            if i in self.special_ids or (text.startswith("<") and text.endswith(">"))
+        }
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._use_form(text_form(self._backend))
         if self._form.kind != OPAQUE and not self._pieces_are_right():
@@ -70,6 +76,10 @@ class Tokenizer:
         """Compare a decode by pieces with the backend's own on tokens from the whole vocabulary."""
         ids = list(range(0, self.vocab_size, max(1, self.vocab_size // _CHECKED_TOKENS)))
         return self.decode(ids, False) == self._backend.decode(ids, skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidParameter('prompt', ...) for text that is not valid Unicode."""

@@ -14,10 +14,10 @@ from xllm_models.ops import cpu_kernels, torch_ops
 from xllm_models.ops.cpu_moe import moe_experts
 from xllm_models.ops.cpu_numeric import BFLOAT16, FLOAT32
 from xllm_models.ops.cpu_team import float_bits, run
-from xllm_models.ops.torch_ops import ACTIVATIONS, linear, route
+from xllm_models.ops.torch_ops import ACTIVATIONS, linear, route, token_bitmask
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
-           "pack_linear", "rms_norm", "rotary", "route"]
+           "pack_linear", "rms_norm", "rotary", "route", "token_bitmask"]
 
 _ENCODINGS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _KINDS = {"silu": cpu_kernels.SILU, "gelu": cpu_kernels.GELU, "gelu_tanh": cpu_kernels.GELU_TANH}

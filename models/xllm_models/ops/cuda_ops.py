@@ -14,7 +14,7 @@ from xllm_models.ops import torch_moe, torch_ops, triton_kernels
 from xllm_models.ops.torch_ops import ACTIVATIONS, linear, linear_packed, norm_and_rotate, pack_linear, route
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
-           "pack_linear", "rms_norm", "rotary", "route"]
+           "pack_linear", "rms_norm", "rotary", "route", "token_bitmask"]
 
 
 ALL_EXPERTS_ROWS = 256  # rows up to which all experts are computed for all of them, without waiting for the device
@@ -65,6 +65,11 @@ def moe_experts(
     every = x.shape[0] <= ALL_EXPERTS_ROWS or torch.cuda.is_current_stream_capturing()
     compute = torch_moe.moe_experts_of_all if every else torch_moe.moe_experts
     return compute(x, ids, weights, gate_up, down, activation, first_expert, gate_up_bias, down_bias)
+
+
+def token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    kernel = _kernel("token_bitmask", logits)
+    (torch_ops if kernel is None else kernel).token_bitmask(logits, bitmask, rows)
 
 
 def _kernel(module: str, x: torch.Tensor) -> ModuleType | None:

@@ -15,7 +15,7 @@ from xllm_models.ops.triton_kernels import load as _kernel
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "dynamic_quant", "linear", "linear_packed", "moe_experts",
            "norm_and_rotate", "pack_linear", "pack_quantized", "quant_matmul", "rms_norm", "rotary", "rotary_pairs",
-           "route", "top_k_top_p"]
+           "route", "token_bitmask", "top_k_top_p"]
 
 
 ALL_EXPERTS_ROWS = 256  # rows up to which all experts are computed for all of them, without waiting for the device
@@ -78,6 +78,11 @@ def top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     Of the top_k best, those are kept that the better ones leave short of top_p of their mass.
     """
     return torch.ops.npu.npu_top_k_top_p(logits, top_p.to(logits.dtype), top_k)
+
+
+def token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    kernel = _kernel("token_bitmask")
+    (torch_ops if kernel is None else kernel).token_bitmask(logits, bitmask, rows)
 
 
 def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from xllm_models.ops.torch_moe import gated, moe_experts, route
 
 __all__ = ["ACTIVATIONS", "act_and_mul", "add_rms_norm", "linear", "linear_packed", "moe_experts", "norm_and_rotate",
-           "pack_linear", "rms_norm", "rotary", "route"]
+           "pack_linear", "rms_norm", "rotary", "route", "token_bitmask"]
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu",
@@ -118,3 +118,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same with what `pack_linear` returned."""
     raise AssertionError("this operator set packs nothing")
+
+
+def token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    """Logits of the tokens that a grammar forbids become -inf, in place.
+
+    logits [S, V] float; bitmask [G, at least V / 32] int32, where token t is allowed if bit t % 32 of word t // 32 is
+    set; rows [G] int32, each once: row i of the mask is for row rows[i] of logits. Other rows stay as they are.
+    """
+    octets = bitmask.contiguous().view(torch.uint8)  # [G, 4 * words], the lowest first
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)
+    allowed = (octets.unsqueeze(2) & bits).flatten(1)[:, : logits.shape[1]] != 0  # [G, V]
+    index = rows.long()
+    logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
