@@ -135,7 +135,8 @@ def test_end_token_and_stop_ids(openai_client):
 def test_refusals_name_the_field(openai_client):
     for fields, param in (
         ({"temperature": 9}, "temperature"), ({"max_tokens": 10**7}, None), ({"prompt": [999999]}, "prompt"),
-        ({"prompt": "x" * 40000}, "prompt"), ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
+        ({"prompt": "x" * 40000}, "prompt"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs.regex"),
     ):  # fmt: skip
         if param is None:  # as much as there is room for
             assert complete(openai_client, **{**fields, "stop": "!"}).choices[0].finish_reason in ("stop", "length")

@@ -41,7 +41,9 @@ def text_of(tokens: list[int]) -> str:
     return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
-def plain_loop(model, matchers: MatcherFactory, prompt: list[int], grammar: str | None, max_tokens: int) -> list[int]:
+def plain_loop(
+    model, matchers: MatcherFactory, prompt: list[int], grammar: str | None, max_tokens: int = MAX_TOKENS
+) -> list[int]:
     """The whole sequence anew for each token; the likeliest of those that the matcher allows."""
     matcher = None if grammar is None else matchers.matcher(grammar)
     output: list[int] = []
@@ -107,8 +109,8 @@ def matchers() -> MatcherFactory:
 def cases(tiny_dir, matchers) -> list[tuple[list[int], str | None, list[int]]]:
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
     prompts = [list(range(65, 65 + n)) for n in (5, 40, 23, 17, 30, 61)]
-    return [(p, g, plain_loop(model, matchers, p, g, MAX_TOKENS)) for i, p in enumerate(prompts)
-            for g in [GRAMMARS[i % len(GRAMMARS)]]]
+    chosen = [GRAMMARS[i % len(GRAMMARS)] for i in range(len(prompts))]
+    return [(p, g, plain_loop(model, matchers, p, g)) for p, g in zip(prompts, chosen)]
 
 
 LOOPS = {
@@ -123,7 +125,7 @@ LOOPS = {
 def test_greedy_output_is_that_of_a_plain_loop(tiny_dir, cases, name):
     with Run(tiny_dir, **LOOPS[name]) as run:
         for round in range(2):  # the second one finds its prompts in the prefix cache
-            for i, (prompt, grammar, expected) in enumerate(cases):
+            for i, (prompt, grammar, _) in enumerate(cases):
                 run.submit(100 * round + i, prompt, grammar=grammar)
             run.finish()
             for i, (_, grammar, expected) in enumerate(cases):
@@ -201,5 +203,4 @@ def test_requests_leave_while_their_grammar_is_compiled(tiny_dir):
         run.loop.submit(AbortRequest([sequence_key(3, i) for i in range(3)], FINISH_ABORT))
         run.loop.scheduler.check_integrity()
         run.finish()
-    done = {key for key in run.tokens}
-    assert done == {sequence_key(1, 1), sequence_key(1, 2), sequence_key(2, 0), sequence_key(2, 2)}
+    assert set(run.tokens) == {sequence_key(1, 1), sequence_key(1, 2), sequence_key(2, 0), sequence_key(2, 2)}

@@ -5,10 +5,12 @@ closed before its end is recorded, so that tests can wait for it by events.
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.support.tiny_model import EOS, byte_tokenizer
 from xllm_npu.config.kv_cache import KvCacheSettings
 from xllm_npu.config.settings import Settings
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
@@ -20,6 +22,10 @@ from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.chat_prompt import ChatPrompt
 from xllm_npu.text.output_format import ModelHints, output_format
+from xllm_npu.text.grammar_compiler import GrammarsBusy
+
+if TYPE_CHECKING:
+    from xllm_npu.text.grammar_matcher import MatcherFactory
 
 Script = Callable[[GenerationInput], AsyncIterator[RequestOutput]]
 
@@ -97,6 +103,31 @@ class FakeMemory:
         self.awake.add(master)
 
 
+class FakeGrammars:
+    """Compiles in this process, over the tokens of the tiny model."""
+
+    def __init__(self) -> None:
+        self.checked: list[tuple[str, str]] = []  # grammar, field
+        self.busy = False
+
+    async def check(self, grammar: str, param: str) -> None:
+        if self.busy:
+            raise GrammarsBusy("The server is compiling other grammars.")
+        self.checked.append((grammar, param))
+        try:
+            await asyncio.to_thread(tiny_matchers().check, grammar)
+        except ValueError as error:
+            raise InvalidParameter(param, f"{param} cannot be used: {error}") from None
+
+
+@functools.cache
+def tiny_matchers() -> "MatcherFactory":
+    from xllm_npu.text.grammar_matcher import MatcherFactory
+
+    tokenizer = byte_tokenizer()
+    return MatcherFactory(tokenizer.to_str(), tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
+
+
 class FakeStream:
     def __init__(self, master: "FakeMaster", request: GenerationInput, outputs: AsyncIterator[RequestOutput]) -> None:
         self._master = master
@@ -137,6 +168,7 @@ class FakeMaster:
         self.info: EngineReady | None = INFO if status is not EngineStatus.LOADING else None
         self.metrics = Metrics(name)
         self.tokenizer = ByteTokenizer()
+        self.grammars = FakeGrammars()
         self.default_sampling: dict[str, float] = {}
         self.on_progress: Callable[[Any], None] | None = None
         self.requests: list[GenerationInput] = []

@@ -2,7 +2,8 @@
 
 Order (vLLM's, and transformers' where it has them): the grammar, allowed_token_ids, bad_words, min_tokens, logit_bias,
 then repetition_penalty (prompt and output tokens), frequency_penalty, presence_penalty (output tokens). They
-bind greedy rows as well. What forbids tokens may leave nothing of what a grammar allows: then the grammar decides alone. Reads nothing back to the host. Knows no temperature and no random numbers.
+bind greedy rows as well. Where what forbids tokens leaves nothing of what a grammar allows, the grammar decides
+alone. Reads nothing back to the host. Knows no temperature and no random numbers.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from xllm_npu.master.output_dispatcher import OutputDispatcher
     from xllm_npu.master.request_factory import GenerationInput, RequestFactory
     from xllm_npu.text.chat_template import ChatTemplate
+    from xllm_npu.text.grammar_compiler import GrammarCompiler
     from xllm_npu.text.output_format import OutputFormat
     from xllm_npu.text.tokenizer import Tokenizer
 
@@ -75,6 +76,7 @@ class LLMMaster:
 
     tokenizer: Tokenizer
     output_format: OutputFormat  # how the model writes calls and reasoning
+    grammars: GrammarCompiler  # once READY, as the tokenizer
 
     def __init__(self, settings: Settings) -> None:
         check_parsers(settings)
@@ -99,6 +101,7 @@ class LLMMaster:
         self._client_templates = TemplateProcesses()
         self._factory: RequestFactory
         self._dispatcher: OutputDispatcher | None = None
+        self._grammars: GrammarCompiler | None = None
         self._readying: asyncio.Task[None] | None = None
         self._stalled: set[int] = set()  # engines
         self._searches = BeamSearches(self._search_to_text)
@@ -283,6 +286,8 @@ class LLMMaster:
             await asyncio.gather(task, return_exceptions=True)
         if self._dispatcher is not None:
             self._dispatcher.fail_all("The server is shutting down.")
+        if self._grammars is not None:
+            await self._grammars.close()
         await self._searches.wait_answered()
         await self._engines.stop(patience)
         if self._cluster is not None:
@@ -326,7 +331,11 @@ class LLMMaster:
             return  # it died meanwhile, and perhaps another has been started: that one will say when it is ready
         from xllm_npu.master.output_dispatcher import OutputDispatcher
         from xllm_npu.master.request_factory import RequestFactory
+        from xllm_npu.text.grammar_compiler import GrammarCompiler
 
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
+        self.grammars = self._grammars
         self._factory = RequestFactory(self.tokenizer, ready, self.settings.model.max_logprobs)
         self._dispatcher = OutputDispatcher(self.tokenizer, self._engines.abort, self._engines.end)
         if self.settings.model.generation_config == "auto":

@@ -17,6 +17,7 @@ from xllm_npu.service.context import Target
 from xllm_npu.service.generation import generation_input, truncated
 from xllm_npu.service.protocol import ChatBody
 from xllm_npu.service.sampling import sampling_params
+from xllm_npu.service.structured import checked_grammar
 from xllm_npu.service.tools import Tools, read_tools
 from xllm_npu.state.output import SequenceDelta
 from xllm_npu.state.sampling_params import MAX_LOGPROBS, InvalidParameter, SamplingParams
@@ -66,6 +67,7 @@ async def chat_turn(target: Target, body: ChatBody, id: str) -> ChatTurn:
     format = target.master.output_format
     if format.name_of_reasoning is not None or tools.callable:
         params = replace(params, shown_special_tokens=tuple(sorted(format.shown_special_tokens)))
+    params = replace(params, grammar=await checked_grammar(target.master, body))
     prompt = await encode_messages(target.master, body, tools)
     token_ids = truncated(prompt.token_ids, body, params.max_tokens, target.info)
     return ChatTurn(body, id, target, int(time.time()), params, tools, prompt.text, token_ids)

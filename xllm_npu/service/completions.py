@@ -29,6 +29,7 @@ from xllm_npu.service.replies import CompletionChoice, CompletionLogprobs
 from xllm_npu.service.sampling import sampling_params
 from xllm_npu.service.sequences import SequenceText
 from xllm_npu.service.sse import DONE, ChunkFormat, EventStream
+from xllm_npu.service.structured import checked_grammar
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
 
@@ -89,6 +90,7 @@ async def _read_call(context: ApiContext, request: Request) -> CompletionCall:
     prompt_only = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, target.master.default_sampling, max_tokens=1 if prompt_only else max_tokens,
                              logprobs=body.logprobs)
+    params = replace(params, grammar=await checked_grammar(target.master, body))
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     if params.use_beam_search and len(given) * params.num_sequences > MAX_BEAMS:

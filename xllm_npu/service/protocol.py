@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from xllm_npu.service.errors import quote
+from xllm_npu.service.structured import ResponseFormatBody, StructuredOutputsBody
 from xllm_npu.service.unsupported import UNSUPPORTED, refuse_unsupported
 from xllm_npu.state.sampling_params import InvalidParameter
 
@@ -33,6 +34,9 @@ Strings = Annotated[list[str], BeforeValidator(_listed)]  # one string stands fo
 # Accepted and of no effect on one model without accounts or stored responses.
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "session_id", "safety_identifier",
                      "prompt_cache_key", "verbosity", "vllm_xargs"})
+# Older names of `structured_outputs`, which vLLM takes no more either. Ignored, but not without a word.
+GUIDED = frozenset({"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
+                    "guided_whitespace_pattern", "guided_decoding_backend", "structural_tag"})
 
 
 class Body(BaseModel):
@@ -78,6 +82,8 @@ class GenerationBody(Body):
     seed: Int64 | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     stop: Strings | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: TokenIds | None = None
@@ -160,7 +166,10 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], body: dict[str, Any]) -> B:
     """`body` as a `kind`, or InvalidParameter for the first field that is wrong."""
     refuse_unsupported(body)
-    unknown = body.keys() - kind.model_fields.keys() - IGNORED - UNSUPPORTED.keys()
+    guided = GUIDED & body.keys()
+    if guided:
+        logger.warning("request fields ignored, use structured_outputs: %s", ", ".join(sorted(guided)))
+    unknown = body.keys() - kind.model_fields.keys() - IGNORED - guided - UNSUPPORTED.keys()
     if unknown:
         logger.debug("unknown request fields ignored: %s", ", ".join(quote(name) for name in sorted(unknown)[:20]))
     try:

@@ -17,10 +17,6 @@ def _off(value: Any) -> bool:
     return not value
 
 
-def _text_format(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and value.get("type") == "text")
-
-
 def _no_tool(value: Any) -> bool:
     return not value or value in ("none", "auto")
 
@@ -32,12 +28,6 @@ def _text_only(value: Any) -> bool:
 UNSUPPORTED: Mapping[str, Harmless] = {
     "functions": _off,
     "function_call": _no_tool,
-    "response_format": _text_format,
-    "structured_outputs": _off,
-    "guided_json": _off,
-    "guided_regex": _off,
-    "guided_choice": _off,
-    "guided_grammar": _off,
     "suffix": _off,
     "prompt_embeds": _off,
     "audio": _off,

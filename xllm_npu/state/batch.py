@@ -89,7 +89,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # index into sample_rows
     prompt_logprobs: dict[int, list[Logprobs]] = msgspec.field(default_factory=dict)  # row -> one a position
     failed: list[int] = msgspec.field(default_factory=list)  # indices into sample_rows without a usable distribution
-    failures: dict[int, str] = msgspec.field(default_factory=dict)  # of those, what to say if it is not the model's fault
+    failures: dict[int, str] = msgspec.field(default_factory=dict)  # of those, what to say instead of that
     seconds: float = 0.0
     graph_miss: bool = False  # a decode step above the largest graph
     prefill_graph_miss: bool = False  # one with prompts above the largest pieces
