@@ -77,7 +77,8 @@ class Run:
     def submit(self, request_id: int, prompt: list[int], **params) -> None:
         self.loop.submit(AddRequest(
             request_id=request_id, external_id=str(request_id), prompt=np.array(prompt, np.int32).tobytes(),
-            params=SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **params}), arrival_time=time.time()))
+            params=SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **params}),
+            arrival_time=time.time()))
 
     def step(self) -> None:
         outputs = self.loop.step()
