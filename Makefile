@@ -27,7 +27,7 @@ NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no tes
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ lint-docker: | $(BIN)/python  ## hadolint over the Dockerfiles, shell included (
 
 bench-host: install  ## the host's time for one decode step (ARGS: e.g. --json)
 	$(BIN)/python benchmarks/host_step.py $(ARGS)
+
+json-schema-suite: install-dev  ## the official JSON Schema tests against structured output, into docs/structured-output.md
+	$(BIN)/python benchmarks/json_schema_suite.py --write docs/structured-output.md $(ARGS)
 
 clean:  ## caches and build outputs; virtual environments stay (delete $(VENV), $(NPU_VENV) to start over)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -32,20 +32,28 @@ class GrammarsBusy(RuntimeError):
     """Other grammars are being compiled, and have been for too long."""
 
 
+class UnusableTokenizer(RuntimeError):
+    """The model cannot have grammars."""
+
+
 class _GrammarProcess:
     def __init__(self, process: Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, description: str) -> _GrammarProcess:
-        """Raises TimeoutError; RuntimeError with why the tokenizer cannot be used."""
+        """Raises GrammarsBusy; UnusableTokenizer, which says why the model cannot have grammars."""
         self = cls(await asyncio.create_subprocess_exec(
             sys.executable, "-m", "xllm_npu.text.grammar_process", stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
             start_new_session=True))  # Ctrl-C is the parent's
-        failure = await self.ask(description, START_SECONDS)
+        try:
+            failure = await self.ask(description, START_SECONDS)
+        except (TimeoutError, EOFError):
+            await self.close()
+            raise GrammarsBusy("The server could not start what compiles grammars.") from None
         if failure:
             await self.close()
-            raise RuntimeError(failure)
+            raise UnusableTokenizer(failure)
         return self
 
     async def ask(self, text: str, seconds: float) -> str:
@@ -123,7 +131,10 @@ class GrammarCompiler:
         except TimeoutError:
             raise GrammarsBusy("The server is compiling other grammars.") from None
         try:
-            process = self._idle.pop() if self._idle else await self._start()
+            try:
+                process = self._idle.pop() if self._idle else await self._start()
+            except UnusableTokenizer as error:
+                return str(error)
             try:
                 failure = await process.ask(grammar, COMPILE_SECONDS)
             except TimeoutError:

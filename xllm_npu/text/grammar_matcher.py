@@ -52,7 +52,10 @@ class MatcherFactory:
     """Makes matchers over the tokens of one model; its tables take about 20 us a token to build."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer_json`: of the `tokenizers` library. `vocab_size`: width of the model's logits."""
+        """`tokenizer_json`: of the `tokenizers` library. `vocab_size`: width of the model's logits.
+
+        Raises GrammarError for a model that cannot have grammars.
+        """
         if not eos_token_ids:
             raise GrammarError("The model has no end-of-sequence token, which the end of structured output needs.")
         described = json.loads(tokenizer_json)
@@ -61,7 +64,10 @@ class MatcherFactory:
         ids += [token["id"] for token in described["added_tokens"]]
         self.vocab_size = max(vocab_size, max(ids) + 1)
         eos = [t for t in eos_token_ids if t < self.vocab_size]
-        whole = llguidance.LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
+        try:
+            whole = llguidance.LLTokenizer(tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
+        except ValueError as error:  # a kind of tokenizer that it does not know
+            raise GrammarError(f"Structured output does not work with the model's tokenizer: {error}.") from error
         text_only = Backend.from_str(json.dumps({**described, "added_tokens": [], "post_processor": None}))
         wrapper: Any = _TextTokenizer(whole, text_only, eos[0])
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=eos)
