@@ -1,11 +1,11 @@
 """The official JSON-Schema-Test-Suite against structured output: what is refused, what is kept to, what is not.
 
-For every schema of the suite (which comes with the sources of the package `jsonschema`): it is refused with a reason, or
-it is accepted, and then the matcher has to reject every instance that the suite calls invalid, and what is written at
-random under the matcher has to be valid in the eyes of `jsonschema`. Instances that the suite calls valid and the
-matcher rejects are counted, and are no fault: the model only has to be able to write some of them.
+Every schema of the suite (which comes with the sources of the package `jsonschema`) is refused with a reason, or is
+accepted, and then the matcher has to reject every instance that the suite calls invalid, and what is written at random
+under the matcher has to be valid in the eyes of `jsonschema`. Instances that the suite calls valid and the matcher
+rejects are counted, and are no fault: the model only has to be able to write some of them.
 
-    python benchmarks/json_schema_suite.py [--suite DIRECTORY] [--drafts draft2020-12,draft7] [--write docs/FILE] [--json]
+    python benchmarks/json_schema_suite.py [--suite DIRECTORY] [--drafts draft2020-12,draft7] [--write FILE] [--json]
 
 Without --suite the sources are fetched with pip. --write puts the table into a document, between two marks.
 """

@@ -118,11 +118,14 @@ LOOPS = {
     "overlapped": {}, "plain": {"enable_schedule_overlap": False},
     "chunked": {"max_tokens_per_batch": 16, "max_tokens_per_chunk_for_prefill": 8},
     "without prefix cache": {"enable_prefix_cache": False},
-    "preempting": {"max_cache_size": "112KiB"},
+    "two ranks": {"tp_size": 2}, "preempting": {"max_cache_size": "112KiB"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOPS)
+TWO_RANKS = pytest.param("two ranks", marks=[pytest.mark.multiprocess, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [*(name for name in LOOPS if name != "two ranks"), TWO_RANKS])
 def test_greedy_output_is_that_of_a_plain_loop(tiny_dir, cases, name):
     with Run(tiny_dir, **LOOPS[name]) as run:
         for round in range(2):  # the second one finds its prompts in the prefix cache

@@ -1,4 +1,4 @@
-"""The official JSON Schema tests: a schema is refused, or kept to. A few of our own each time, all of them in the full run."""
+"""The official JSON Schema tests: a schema is refused, or kept to. A few of our own each time, all in the full run."""
 
 from __future__ import annotations
 
