@@ -21,8 +21,8 @@ from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineReady
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.chat_prompt import ChatPrompt
-from xllm_npu.text.output_format import ModelHints, output_format
 from xllm_npu.text.grammar_compiler import GrammarsBusy
+from xllm_npu.text.output_format import ModelHints, output_format
 
 if TYPE_CHECKING:
     from xllm_npu.text.grammar_matcher import MatcherFactory
