@@ -241,6 +241,13 @@ def test_an_answer_in_json_is_not_held_back():
     assert parse(one, [': "Oslo"']) == (': "Oslo"', "", [])
 
 
+def test_a_list_in_the_tags():
+    for name in ("hermes", "json"):
+        assert parse(parser(name), [f"<tool_call>[{OBJECT}, {OBJECT}]</tool_call>"]) == ("", "", [WEATHER, WEATHER])
+        assert parse(parser(name), ["<tool_call>[]</tool_call>"]) == ("<tool_call>[]</tool_call>", "", [])
+        assert parse(parser(name), [f"<tool_call>[{OBJECT}, {OBJECT}"], True) == ("", "", [])
+
+
 def test_several_bare_calls():
     for text in (f"{OBJECT}; {OBJECT}", f"{OBJECT}\n{OBJECT}", f"[{OBJECT}, {OBJECT}]"):
         assert parse(parser("llama3_json"), [text])[2] == [WEATHER, WEATHER]

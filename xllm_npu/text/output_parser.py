@@ -53,7 +53,8 @@ class Parse:
             refuse(self.reader.kept())
         except EndOfText:
             text = self.reader.kept()
-            if self.reader.cut_short and self.is_certain:
+            made_calls = self.events.num_tool_calls > before
+            if (self.reader.cut_short and self.is_certain) or (made_calls and text.isspace()):
                 self.events.drop_space()
             else:
                 refuse(text)

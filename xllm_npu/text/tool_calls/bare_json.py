@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import re
 
-from xllm_npu.text.call_grammar import CallGrammar
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import NotMarkup, Steps
-from xllm_npu.text.tagged_output import ToolCallFormat
 from xllm_npu.text.tool_calls.call_object import read_call_object
-from xllm_npu.text.tool_spec import ToolSpec
 
 FENCE = "```"
 OPENERS = ("{", "[", FENCE)
@@ -74,18 +71,3 @@ def read_one(parse: Parse, first: str = "") -> Steps[None]:
 
     call = yield from read_call_object(parse.reader, accepts, first)
     parse.call(*call)
-
-
-class BareJson(ToolCallFormat):
-    name = "json"
-    line_openers = OPENERS
-    trims = True
-    separator = "\n"
-
-    def read(self, parse: Parse, opener: str) -> Steps[None]:
-        return read_bare(parse, opener)
-
-    def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        return grammar.call_object(tool)
-
-

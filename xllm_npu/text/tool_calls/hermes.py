@@ -4,7 +4,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Small models of these families often leave the tags out, or write a code fence instead: see bare_json.
+Small models of these families often leave the tags out, or write a code fence instead: see bare_json. SmolLM2 was
+taught to put a list of objects into the tags.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ class Hermes(ToolCallFormat):
             yield from bare_json.read_bare(parse, opener)
             return
         reader = parse.reader
-        call = yield from read_call_object(reader)
+        yield from reader.space()
+        calls = []
+        if (yield from reader.accept("[")) is None:
+            calls.append((yield from read_call_object(reader)))
+        else:
+            while not calls or (yield from reader.expect(",", "]")) == ",":
+                calls.append((yield from read_call_object(reader)))
+                yield from reader.space()
         try:
             yield from reader.space()
             if (yield from reader.peek(self.openers)) != START:  # the next call closes this one too
@@ -41,7 +49,17 @@ class Hermes(ToolCallFormat):
         except EndOfText:
             if reader.cut_short:
                 raise
-        parse.call(*call)
+        for call in calls:
+            parse.call(*call)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.sequence(START + "\n", grammar.call_object(tool), "\n" + END)
+
+
+class Json(Hermes):
+    """For models that nothing is known of: the same is read, and bare objects are what forced calls are."""
+
+    name = "json"
+
+    def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
+        return grammar.call_object(tool)

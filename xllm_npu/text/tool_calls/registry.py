@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from xllm_npu.text.tagged_output import ToolCallFormat
-from xllm_npu.text.tool_calls.bare_json import BareJson
 from xllm_npu.text.tool_calls.deepseek_v3 import DeepSeekV3, DeepSeekV31
 from xllm_npu.text.tool_calls.gemma4 import Gemma4
 from xllm_npu.text.tool_calls.glm import Glm45, Glm47
 from xllm_npu.text.tool_calls.harmony import Harmony
-from xllm_npu.text.tool_calls.hermes import Hermes
+from xllm_npu.text.tool_calls.hermes import Hermes, Json
 from xllm_npu.text.tool_calls.invoke_markup import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX_M2
 from xllm_npu.text.tool_calls.kimi_k2 import KimiK2
 from xllm_npu.text.tool_calls.kimi_k3 import KimiK3
@@ -40,7 +39,7 @@ FORMATS: dict[str, ToolCallFormat] = {
         MINIMAX_M2,
         Harmony(),
         Gemma4(),
-        BareJson(),
+        Json(),
     )
 }
 
