@@ -27,7 +27,7 @@ NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no tes
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test-full: install-dev  ## the slow tests too
 test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (installs the extra)
 	$(PIP) -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
+
+test-browser: install-dev  ## the web console in a headless Chromium (needs one: apt-get install chromium)
+	XLLM_NPU_TEST_BROWSER=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2

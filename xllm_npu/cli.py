@@ -171,7 +171,7 @@ def _complain(sentence: str) -> None:
 
 
 def _prepare(loaded: Loaded) -> None:
-    setup_logging(loaded.settings.service.log_level)
+    setup_logging(loaded.settings.service.log_level, form=loaded.settings.service.log_format)
     path = report.dump_if_asked(loaded.models)
     if path is not None:
         print(f"settings written to {path}", file=sys.stderr)

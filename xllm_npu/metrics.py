@@ -203,6 +203,23 @@ class Metrics:
         """A request was turned away at the door."""
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
 
+    def engine_figures(self) -> list[tuple[dict[str, float], dict[str, int] | None]]:
+        """Each engine's latest statistics, and of an elastic KV cache the pages by state."""
+        return [(dict(stats), None if pages is None else {state: pages[state] for state in PAGE_STATES})
+                for stats, pages in zip(self._engines, self._pages)]
+
+    def owned_bytes(self) -> dict[str, int]:
+        """Virtual memory that is mapped, by owner, over all engines."""
+        total: dict[str, int] = {}
+        for owned in self._owned:
+            for owner, count in owned.items():
+                total[owner] = total.get(owner, 0) + count
+        return total
+
+    def finished(self) -> dict[str, int]:
+        """Requests that ended, by reason."""
+        return dict(self._finished)
+
     def histogram(self, name: str) -> Histogram:
         return self._histograms[name]
 

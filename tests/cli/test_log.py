@@ -1,12 +1,13 @@
 """Log lines: their form, their level, and that one record is one record."""
 
 import io
+import json
 import logging
 import re
 
 import pytest
 
-from xllm_npu.log import LineFormatter, setup_logging
+from xllm_npu.log import REQUEST_ID, LineFormatter, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +68,32 @@ def test_exceptions_are_indented():
     except ValueError:
         logging.getLogger("xllm_npu").exception("failed")
     assert "failed\n    Traceback" in stream.getvalue()
+
+
+def test_json_lines():
+    stream = io.StringIO()
+    setup_logging("info", process="engine 0", stream=stream, form="json")
+    token = REQUEST_ID.set("abc")
+    try:
+        logging.getLogger("xllm_npu.service").info("a\nb \u2028 %s", "c")
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("xllm_npu").exception("failed")
+    finally:
+        REQUEST_ID.reset(token)
+    logging.getLogger("xllm_npu").info("later")
+    first, second, third = [json.loads(line) for line in stream.getvalue().splitlines() if line.startswith("{")]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    first.pop("pid")
+    assert first == {"level": "info", "logger": "xllm_npu.service", "message": "a\nb \u2028 c", "process": "engine 0",
+                     "request_id": "abc"}
+    assert "ValueError: why" in second["exception"]
+    assert "request_id" not in third
+
+
+def test_json_replaces_text_and_back():
+    stream = io.StringIO()
+    setup_logging("info", stream=stream, form="json")
+    assert logged("info", ("xllm_npu", logging.INFO, "once")).count("once") == 1
+    assert stream.getvalue() == ""

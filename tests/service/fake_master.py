@@ -185,6 +185,7 @@ class FakeMaster:
         self.healthy = True
         self.host_has_room = True  # for a copy of the weights
         self.stalled = self.lacked_memory = False
+        self.num_waiting = 0
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         if not self.settings.kv_cache.enable_vmm_weights:

@@ -86,6 +86,7 @@ ALIASES: dict[str, Alias] = {
     "enable_log_requests": Alias("enable_request_logging", boolean=True),
     "disable_log_requests": _opposite("enable_request_logging"),
     "uvicorn_log_level": Alias("log_level"),
+    "max_num_queued_reqs": Alias("max_queued_requests"),
     # SGLang
     "model_path": Alias("model"),
     "context_length": Alias("max_model_len"),

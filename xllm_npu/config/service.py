@@ -9,6 +9,7 @@ from pydantic import Field, field_serializer
 from xllm_npu.config.section import Section
 from xllm_npu.config.values import MASK, ByteCount, CaseFolded, FilePath, Metavar, Names, Secrets
 
+LogFormat = Annotated[Literal["text", "json"], CaseFolded]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], CaseFolded]
 
 
@@ -35,6 +36,9 @@ class ServiceSettings(Section):
         repr=False,
         description="keys that clients may send as bearer tokens; repeatable; none: no authentication",
     )
+    protect_health_and_metrics: bool = Field(
+        default=False, description="ask for the API key on /health, /ping, /load and /metrics too"
+    )
     allowed_origins: Names = Field(default=(), description="origins that browsers may call from (CORS); * for all")
     served_model_name: Names = Field(
         default=(), description="names that requests may give as `model`; the first one is shown"
@@ -50,6 +54,15 @@ class ServiceSettings(Section):
     )
     max_concurrent_requests: int = Field(
         default=200, ge=0, le=1_000_000, description="requests in flight before new ones get 429; 0: no limit"
+    )
+    max_queued_requests: int = Field(
+        default=0, ge=0, le=1_000_000,
+        description="requests of one model that wait for their first step before new ones get 429; 0: no limit",
+    )
+    requests_per_minute: int = Field(
+        default=0, ge=0, le=1_000_000,
+        description="requests that each API key (without keys: each client address) may make a minute before it gets "
+        "429; 0: no limit",
     )
     max_body_bytes: ByteCount = Field(
         default=32 * 2**20, ge=1024, le=2**40, description="largest request body; above it 413"
@@ -87,8 +100,21 @@ class ServiceSettings(Section):
     max_restarts: int = Field(
         default=3, ge=1, le=1000, description="restarts in ten minutes after which a failing server ends after all"
     )
+    enable_console: bool = Field(default=True, description="serve the web console at /")
+    metrics_vllm_names: bool = Field(
+        default=False, description="expose every metric under vLLM's prefix too, for dashboards that ask for vllm:..."
+    )
+    otlp_traces_endpoint: Annotated[str, Metavar("URL")] = Field(
+        default="", description="OpenTelemetry collector that gets a span of each request (OTLP over HTTP; extra: otel)"
+    )
+    profile_dir: FilePath = Field(
+        default=None, description="directory that /start_profile of the admin routes writes traces to; unset: refused"
+    )
     enable_request_logging: bool = Field(default=False, description="log one line for each request (never its text)")
     log_level: LogLevel = Field(default="info", description="least severe message that is logged")
+    log_format: LogFormat = Field(
+        default="text", description="lines for people, or one JSON object a line, with the id of its request"
+    )
 
     @field_serializer("api_key")
     def _mask(self, keys: tuple[str, ...]) -> list[str]:

@@ -69,7 +69,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "profile_max_prompt_length": (2048,),
     "enable_profile_kv_blocks": (True,), "disable_ttft_profiling": (False,),
     "enable_forward_interruption": (False,), "enable_online_profile": (False,), "profile_backend": ("torch",),
-    "profile_dir": ("",),
     # Execution
     "acl_graph_decode_batch_size_limit": (16,),
     "enable_graph_double_buffer": (True,), "enable_graph_mode_decode_no_padding": (False,),
@@ -89,7 +88,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_requests_per_batch": (1,), "max_decode_rounds": (0,), "enable_constrained_decoding": (False,),
     # vLLM
     "pipeline_parallel_size": (1,), "pp": (1,),
-    "max_num_queued_reqs": ("",),
     "quantization": ("", "none"), "compilation_config": ("",),
     "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
     "max_lora_rank": ("", 16), "lora_modules": ("",),

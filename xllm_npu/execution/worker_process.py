@@ -103,7 +103,7 @@ def main() -> int:
     init = msgspec.json.decode(line, type=WorkerInit)
     follow_parent(lambda: remove_directory(init.directory) if init.directory else None)
     settings = Settings.model_validate_json(init.settings)
-    setup_logging(settings.service.log_level)
+    setup_logging(settings.service.log_level, form=settings.service.log_format)
     reporter, ended = Reporter(init.reports), threading.Event()
     try:
         from xllm_npu.execution.plugins import load_plugins

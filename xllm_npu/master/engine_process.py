@@ -180,7 +180,7 @@ def main() -> int:
         os.makedirs(directory, mode=0o700, exist_ok=True)
     follow_parent(lambda: remove_directories(init))  # not sooner: it would be made again behind its back
     settings = Settings.model_validate_json(init.settings)
-    setup_logging(settings.service.log_level)
+    setup_logging(settings.service.log_level, form=settings.service.log_format)
     channel = Channel(init.requests, init.outputs)
     try:
         from xllm_npu.execution.process_setup import configure_process

@@ -26,6 +26,7 @@ from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.memory_report import MemoryReport
 from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
 from xllm_npu.master.model_text import check_parsers, import_text, load_text
+from xllm_npu.master.queue_gauge import QueueGauge
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.residency_error import ResidencyError
@@ -104,6 +105,7 @@ class LLMMaster:
         self._grammars: GrammarCompiler | None = None
         self._readying: asyncio.Task[None] | None = None
         self._stalled: set[int] = set()  # engines
+        self._queue = QueueGauge()
         self._searches = BeamSearches(self._search_to_text)
         self._memory = MemoryReport()
         self._residency = ModelResidency(
@@ -171,7 +173,7 @@ class LLMMaster:
             return self._search(message)
         outputs = RequestStream(lambda: self._abandon(message.request_id))
         self._dispatcher.open(message, self._sink(message, outputs), stream)
-        self._engines.send(message)
+        self._queue.on_sent(self._engines.send(message))
         return outputs
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
@@ -259,6 +261,11 @@ class LLMMaster:
         return bool(self._stalled)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no step has taken up yet."""
+        return self._queue.waiting
+
+    @property
     def lacked_memory(self) -> bool:
         """The engines have ended, and might not have with more memory of their devices."""
         return self._engines.lacked_memory
@@ -312,6 +319,7 @@ class LLMMaster:
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
             self._memory.on_stats(rank, outputs.stats)
+            self._queue.on_stats(rank, outputs.stats.running, outputs.stats.waiting)
             (self._stalled.add if outputs.stats.stalled else self._stalled.discard)(rank)
             figures = msgspec.structs.asdict(outputs.stats)
             if outputs.stats.pages is not None:
@@ -342,6 +350,7 @@ class LLMMaster:
             self.default_sampling = ready.default_sampling
         name = served_model_names(self.settings)[0]
         self._memory.on_ready(engines)
+        self._queue = QueueGauge(len(engines), ready.max_seqs)
         self.metrics.set_model(name, [{"block_size": e.block_size, "num_kv_blocks": e.num_kv_blocks} for e in engines])
         for rank, engine in enumerate(engines):
             self.metrics.set_engine(rank, owned_pages={one.owner: one.bytes for one in engine.owned_pages})

@@ -46,9 +46,9 @@ def slot_of(scope: Scope) -> Slot:
 
 
 class Admission:
-    def __init__(self, models: ModelSet, max_in_flight: int) -> None:
+    def __init__(self, models: ModelSet, max_in_flight: int, max_queued: int = 0) -> None:
         self._models = models
-        self._max_in_flight = max_in_flight  # 0: no limit
+        self._max_in_flight, self._max_queued = max_in_flight, max_queued  # 0: no limit
         self._watches: set[Watch] = set()
         self._draining = False
         self.in_flight = 0
@@ -104,6 +104,15 @@ class Admission:
                         "(--max_concurrent_requests); try again shortly.", type="rate_limit_error",
                         code="rate_limit_exceeded", headers={"Retry-After": str(BUSY_RETRY_SECONDS)})
 
+    def queue_error(self, model: ServedModel) -> ApiError | None:
+        """Too many requests wait for this model already."""
+        if not self._max_queued or model.master.num_waiting < self._max_queued:
+            return None
+        model.master.metrics.on_rejected("max_queued_requests")
+        return ApiError(429, f"{model.master.num_waiting} requests wait for the model already, the limit being "
+                        f"{self._max_queued} (--max_queued_requests); try again shortly.", type="rate_limit_error",
+                        code="rate_limit_exceeded", headers={"Retry-After": str(BUSY_RETRY_SECONDS)})
+
     @contextmanager
     def slot(self) -> Iterator[Slot]:
         self.in_flight += 1
@@ -126,6 +135,10 @@ class Admission:
             self._watches.discard(watch)
 
 
+def is_generation(scope: Scope) -> bool:
+    return scope["method"] == "POST" and get_route_path(scope) in GENERATION_PATHS
+
+
 class AdmissionMiddleware:
     """Applies `Admission` by path, before the body is read; a slot is held until the response has ended."""
 
@@ -138,7 +151,7 @@ class AdmissionMiddleware:
         if not path.startswith("/v1/") and path not in ENGINE_PATHS:
             await self._app(scope, receive, send)
             return
-        generates = path in GENERATION_PATHS and scope["method"] == "POST"
+        generates = is_generation(scope)
         error = self._admission.engine_error()
         if error is None and generates:
             error = self._admission.busy_error()

@@ -1,8 +1,9 @@
 """The HTTP application: routes, and the layers that every request passes before it reaches one.
 
-From the outside in: root path, request id, CORS, Anthropic's form of errors, API key, admission, body limit, error
-boundary, routes. Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a
-client that may not come in.
+From the outside in: root path, request id, request log, CORS, Anthropic's form of errors, API key, rate limit, admission, body limit, error
+boundary, routes.
+Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
+not come in.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from xllm_npu.master.residency import ResidencyCoordinator
-from xllm_npu.service.admission import Admission, AdmissionMiddleware
-from xllm_npu.service.auth import ApiKeyMiddleware
+from xllm_npu.service.admission import Admission, AdmissionMiddleware, is_generation
+from xllm_npu.service.auth import OPEN_PATHS, ApiKeyMiddleware
 from xllm_npu.service.body import BodyLimitMiddleware
 from xllm_npu.service.chat import chat_router
 from xllm_npu.service.completions import completions_router
+from xllm_npu.service.console import console_paths, console_router
 from xllm_npu.service.context import ApiContext
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
@@ -25,9 +27,11 @@ from xllm_npu.service.messages import messages_router
 from xllm_npu.service.messages_errors import MessagesErrorMiddleware
 from xllm_npu.service.models import models_router
 from xllm_npu.service.openapi import describe
+from xllm_npu.service.rate_limit import RateLimitMiddleware
 from xllm_npu.service.request_id import RequestIdMiddleware
 from xllm_npu.service.response_store import ResponseStore
 from xllm_npu.service.responses import responses_router
+from xllm_npu.service.request_log import RequestLogMiddleware
 from xllm_npu.service.root_path import RootPathMiddleware
 from xllm_npu.service.tokenize import tokenize_router
 from xllm_npu.version import __version__
@@ -44,29 +48,41 @@ def create_app(
 ) -> FastAPI:
     service = settings.service
     residency = residency or coordinator(models, service)
-    admission = admission or Admission(models, service.max_concurrent_requests)
+    admission = admission or Admission(models, service.max_concurrent_requests, service.max_queued_requests)
     context = ApiContext(models, admission, residency)
     app = FastAPI(title="xllm-npu", version=__version__)
     store = ResponseStore(service.responses_store_size)
     app.include_router(responses_router(context, store))
     for router in (chat_router, messages_router, completions_router, models_router, health_router, tokenize_router):
         app.include_router(router(context))
+    if service.enable_console:
+        app.include_router(console_router(context, service))
     add_error_handlers(app)
     # Added from the inside out.
     app.add_middleware(ErrorBoundary)
     app.add_middleware(BodyLimitMiddleware, max_bytes=service.max_body_bytes)
     app.add_middleware(AdmissionMiddleware, admission=admission)
+    if service.requests_per_minute:
+        app.add_middleware(RateLimitMiddleware, requests_per_minute=service.requests_per_minute, limited=is_generation,
+                           on_rejected=models.first.master.metrics.on_rejected)
     if service.api_key:
-        app.add_middleware(ApiKeyMiddleware, api_keys=service.api_key)
+        app.add_middleware(ApiKeyMiddleware, api_keys=service.api_key, open_paths=open_paths(service))
     app.add_middleware(MessagesErrorMiddleware)
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+    if service.enable_request_logging:
+        app.add_middleware(RequestLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
     if service.root_path:
         app.add_middleware(RootPathMiddleware, root_path=service.root_path)
     describe(app)
     return app
+
+
+def open_paths(service: ServiceSettings) -> frozenset[str]:
+    """What is answered without an API key."""
+    return (frozenset() if service.protect_health_and_metrics else OPEN_PATHS) | console_paths(service)
 
 
 def coordinator(models: ModelSet, service: ServiceSettings) -> ResidencyCoordinator:

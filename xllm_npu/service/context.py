@@ -57,7 +57,8 @@ class ApiContext:
     async def use(self, request: Request, target: Target) -> None:
         """Before the model is to generate: until it can, and from then on it is in use until the response has ended.
 
-        Raises ApiError where it sleeps, and what ends the wait where the client leaves or the server ends.
+        Raises ApiError where it sleeps or its queue is full, and what ends the wait where the client leaves or the
+        server ends.
         """
         if not self.residency.is_ready(target.model):
             watch = Watch(request.receive)
@@ -67,4 +68,7 @@ class ApiContext:
                         await self.residency.ready(target.model)
                     except (ModelSleeping, ResidencyError) as error:
                         raise residency_error(error) from None
+        full = self.admission.queue_error(target.model)
+        if full is not None:
+            raise full
         slot_of(request.scope).use(target.model)

@@ -1,4 +1,4 @@
-"""/health and /ping for probes, /metrics for Prometheus, /version."""
+"""/health and /ping for probes, /load for balancers, /metrics for Prometheus, /version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from xllm_npu.metrics import CONTENT_TYPE, render
 from xllm_npu.service.context import ApiContext
-from xllm_npu.service.replies import Version, json_response
+from xllm_npu.service.replies import Load, Version, json_response
 from xllm_npu.version import __version__
 
 
@@ -24,6 +24,11 @@ def health_router(context: ApiContext) -> APIRouter:
             if error is not None:
                 return error.response()
         return Response(status_code=200)
+
+    @router.get("/load")
+    async def load() -> Response:
+        """Generations in flight."""
+        return json_response(Load(context.admission.in_flight))
 
     @router.get("/metrics")
     async def metrics() -> Response:

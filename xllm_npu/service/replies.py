@@ -177,6 +177,10 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class Load(msgspec.Struct):
+    server_load: int
+
+
 class Version(msgspec.Struct):
     version: str
 

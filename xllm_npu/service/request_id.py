@@ -8,6 +8,8 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xllm_npu.log import REQUEST_ID
+
 HEADER = b"x-request-id"
 SCOPE_KEY = "xllm_npu.request_id"
 FIT = re.compile(r"[\w.:/+=@-]{1,128}\Z", re.ASCII)
@@ -28,6 +30,7 @@ class RequestIdMiddleware:
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER), "")
         request_id = given if FIT.match(given) else new_id()
         scope[SCOPE_KEY] = request_id
+        REQUEST_ID.set(request_id)  # each request is a task of its own, and so has a context of its own
         header = (HEADER, request_id.encode())
 
         async def send_with_id(message: Message) -> None:

@@ -100,7 +100,7 @@ class ServerLife:
         self._settings = settings
         service = settings.service
         self._sock, self._admin_sock = sock, admin
-        self._admission = Admission(models, service.max_concurrent_requests)
+        self._admission = Admission(models, service.max_concurrent_requests, service.max_queued_requests)
         self._residency = coordinator(models, service)
         api = create_app(models, settings, self._admission, self._residency)
         self._http = HttpServer(uvicorn_config(api, service))
@@ -225,7 +225,7 @@ class ServerLife:
 def uvicorn_config(app: object, service: ServiceSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app, http=HttpProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
-        log_level="warning", access_log=service.enable_request_logging, server_header=False,
+        log_level="warning", access_log=False, server_header=False,
         ssl_keyfile=service.ssl_keyfile, ssl_certfile=service.ssl_certfile, ssl_ca_certs=service.ssl_ca_certs,
         ssl_cert_reqs=2 if service.ssl_ca_certs else 0,  # ssl.CERT_REQUIRED: certificates must come from the given CAs
         timeout_graceful_shutdown=1, timeout_keep_alive=65, backlog=2048)

@@ -83,7 +83,7 @@ class AgentActor:
         settings = with_distributed(
             Settings.model_validate_json(settings_json), node_rank=node, nnodes=nnodes, master_node_addr=master,
             node_addr=ray.util.get_node_ip_address(), cluster_secret=secret or None)
-        setup_logging(settings.service.log_level, process=f"node {node}")
+        setup_logging(settings.service.log_level, process=f"node {node}", form=settings.service.log_format)
         return asyncio.run(NodeAgent(settings, identify(settings, probe(settings.execution.platform))).run())
 
 
