@@ -1,6 +1,7 @@
-"""What the server counts, in Prometheus' text format, under vLLM's names with our prefix `xllm_npu:`.
+"""What the server counts, in Prometheus' text format, under vLLM's names with our prefix `xllm_npu:`; on demand under
+vLLM's prefix too, for dashboards that exist.
 
-What an engine counts itself has the label `engine`, its data-parallel rank from 0; what requests experience has not.
+What an engine counts, and what its requests experience, has the label `engine`, the data-parallel rank from 0.
 
 The master feeds a `Metrics` from the HTTP process's event loop; `/metrics` renders it on the same loop, so there
 are no locks. Feeding costs a bisect and a few additions: a histogram takes n equal observations at once. Knows
@@ -20,9 +21,11 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "xllm_npu:"
+VLLM_PREFIX = "vllm:"
 ENGINE_LABELS = ("model_name", "engine")
 PAGE_STATES = ("mapped", "reserved", "free", "pinned")
 SLEEP_STATES = ("awake", "paused", "weights_offloaded", "discard_all")
+SLEEP_OPERATIONS = {"sleep": "sleep", "wake": "wake_up"}  # transition -> vLLM's name
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # Bucket bounds: 1, 2, 5 times powers of ten for counts; spacings that resolve an SLO for seconds.
@@ -65,6 +68,8 @@ ENGINE_GAUGES = (
 ENGINE_COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries_total"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits_total"),
+    ("prompt_tokens_cached", "Prompt tokens that were not computed, as they are prefix_cache_hits.",
+     "prefix_hits_total"),
     ("num_preemptions", "Sequences preempted.", "preemptions_total"),
     ("prompt_tokens", "Prompt tokens processed.", "prompt_tokens_total"),
     ("generation_tokens", "Tokens generated.", "generation_tokens_total"),
@@ -73,6 +78,13 @@ ENGINE_COUNTERS = (
     ("prefill_graph_misses", "Steps with prompts larger than the largest captured number of tokens.",
      "prefill_graph_misses_total"),
 )
+# name, help, label, and by its values the engine statistic they show. What vLLM tells apart and we have one of is one.
+ENGINE_BREAKDOWNS = (
+    ("num_requests_waiting_by_reason", "Requests waiting to be scheduled, by reason.", GaugeMetricFamily, "reason",
+     {"capacity": "waiting"}),
+    ("prompt_tokens_by_source", "Prompt tokens by where their KV comes from.", CounterMetricFamily, "source",
+     {"local_compute": "prompt_tokens_total", "local_cache_hit": "prefix_hits_total"}),
+)  # fmt: skip
 
 
 class Histogram:
@@ -102,55 +114,23 @@ class Histogram:
         return self._sum
 
 
-class Metrics:
-    """One server's metrics. `set_model` once the engine is ready; the other methods as things happen."""
+class RequestFigures:
+    """What the requests of one engine experience."""
 
-    def __init__(self, model_name: str = "") -> None:
-        self._model_name = model_name
-        self._cache_configs: list[dict[str, str]] = [{}]  # by engine
-        self._engines: list[Mapping[str, float]] = [{}]
-        self._pages: list[Mapping[str, Any] | None] = [None]
-        self._owned: list[Mapping[str, int]] = [{}]
-        self._histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._rejections: dict[str, int] = {}
-        self._restarts = 0
-        self._sleep_state = dict.fromkeys(SLEEP_STATES, 0) | {"awake": 1}
-        self._transitions: dict[str, Histogram] = {}
-        self._failed_transitions: dict[tuple[str, str], int] = {}
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, _, bounds in HISTOGRAMS}
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
         # Bound once: these are called for every step of every request.
-        self._observe_interval = self._histograms["inter_token_latency_seconds"].observe
-        self._observe_step = self._histograms["iteration_tokens_total"].observe
-
-    def set_model(self, model_name: str, cache_configs: Sequence[Mapping[str, object]] = ({},)) -> None:
-        """One of `cache_configs` for each engine; they become the labels of cache_config_info: block_size, ..."""
-        self._model_name = model_name
-        self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
-        self._engines = [{} for _ in cache_configs]
-        self._pages = [None for _ in cache_configs]
-        self._owned = [{} for _ in cache_configs]
-
-    def set_engine(
-        self, engine: int, pages: Mapping[str, Any] | None = None, owned_pages: Mapping[str, int] | None = None,
-        **stats: float
-    ) -> None:
-        """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step.
-
-        `pages`: of an elastic KV cache, by the field names of PageStats. `owned_pages`: bytes mapped, by owner.
-        """
-        self._pages[engine], self._owned[engine] = pages, owned_pages or {}
-        before = self._engines[engine]
-        if stats.get("steps_total", -1) != before.get("steps_total") and stats.get("last_step_tokens"):
-            self._observe_step(stats["last_step_tokens"])
-        self._engines[engine] = stats
+        self._observe_interval = self.histograms["inter_token_latency_seconds"].observe
+        self.observe_step = self.histograms["iteration_tokens_total"].observe
 
     def on_queued(self, queue_seconds: float, prefill_seconds: float) -> None:
         """A request's waiting and prefill, known when its first token is."""
-        self._histograms["request_queue_time_seconds"].observe(queue_seconds)
-        self._histograms["request_prefill_time_seconds"].observe(prefill_seconds)
+        self.histograms["request_queue_time_seconds"].observe(queue_seconds)
+        self.histograms["request_prefill_time_seconds"].observe(prefill_seconds)
 
     def on_first_token(self, seconds: float) -> None:
-        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self.histograms["time_to_first_token_seconds"].observe(seconds)
 
     def on_tokens(self, n: int, interval: float) -> None:
         """A sequence got n tokens, `interval` seconds after its previous ones."""
@@ -160,8 +140,8 @@ class Metrics:
                     max_tokens: int | None, e2e_seconds: float, first_token_seconds: float | None = None,
                     queue_seconds: float | None = None) -> None:
         """A request ended. Times count from its arrival; `first_token_seconds` is None if there was none."""
-        histograms = self._histograms
-        self._finished[reason] = self._finished.get(reason, 0) + 1
+        histograms = self.histograms
+        self.finished[reason] = self.finished.get(reason, 0) + 1
         histograms["request_prompt_tokens"].observe(prompt_tokens)
         histograms["request_generation_tokens"].observe(generation_tokens)
         histograms["request_params_n"].observe(n)
@@ -176,6 +156,51 @@ class Metrics:
                 histograms["request_time_per_output_token_seconds"].observe(per_token)
         if queue_seconds is not None:
             histograms["request_inference_time_seconds"].observe(e2e_seconds - queue_seconds)
+
+
+class Metrics:
+    """One server's metrics. `set_model` once the engine is ready; the other methods as things happen."""
+
+    def __init__(self, model_name: str = "") -> None:
+        self._model_name = model_name
+        self._cache_configs: list[dict[str, str]] = [{}]  # by engine
+        self._engines: list[Mapping[str, float]] = [{}]
+        self._pages: list[Mapping[str, Any] | None] = [None]
+        self._owned: list[Mapping[str, int]] = [{}]
+        self._requests = [RequestFigures()]  # by engine
+        self._rejections: dict[str, int] = {}
+        self._restarts = 0
+        self._sleep_state = dict.fromkeys(SLEEP_STATES, 0) | {"awake": 1}
+        self._transitions: dict[str, Histogram] = {}
+        self._failed_transitions: dict[tuple[str, str], int] = {}
+
+    def set_model(self, model_name: str, cache_configs: Sequence[Mapping[str, object]] = ({},)) -> None:
+        """One of `cache_configs` for each engine; they become the labels of cache_config_info: block_size, ..."""
+        self._model_name = model_name
+        self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
+        self._engines = [{} for _ in cache_configs]
+        self._pages = [None for _ in cache_configs]
+        self._owned = [{} for _ in cache_configs]
+        while len(self._requests) < len(cache_configs):  # those of engines that are started again count on
+            self._requests.append(RequestFigures())
+
+    def set_engine(
+        self, engine: int, pages: Mapping[str, Any] | None = None, owned_pages: Mapping[str, int] | None = None,
+        **stats: float
+    ) -> None:
+        """An engine's latest statistics, by the field names of EngineStats. Once a step, after the step.
+
+        `pages`: of an elastic KV cache, by the field names of PageStats. `owned_pages`: bytes mapped, by owner.
+        """
+        self._pages[engine], self._owned[engine] = pages, owned_pages or {}
+        before = self._engines[engine]
+        if stats.get("steps_total", -1) != before.get("steps_total") and stats.get("last_step_tokens"):
+            self._requests[engine].observe_step(stats["last_step_tokens"])
+        self._engines[engine] = stats
+
+    def of_engine(self, engine: int) -> RequestFigures:
+        """What its requests experience is told to this."""
+        return self._requests[engine]
 
     def on_restart(self) -> None:
         """The engines are started again: what they counted begins anew."""
@@ -217,11 +242,14 @@ class Metrics:
         return total
 
     def finished(self) -> dict[str, int]:
-        """Requests that ended, by reason."""
-        return dict(self._finished)
+        """Requests that ended, by reason, over all engines."""
+        reasons = dict.fromkeys(reason for figures in self._requests for reason in figures.finished)
+        return {reason: sum(figures.finished.get(reason, 0) for figures in self._requests) for reason in reasons}
 
-    def histogram(self, name: str) -> Histogram:
-        return self._histograms[name]
+    def total(self, name: str) -> tuple[int, float]:
+        """Count and sum of a histogram over all engines."""
+        histograms = [figures.histograms[name] for figures in self._requests]
+        return sum(one.count for one in histograms), sum(one.sum for one in histograms)
 
     def render(self) -> bytes:
         return render([self])
@@ -234,8 +262,13 @@ class Metrics:
             yield self._by_engine(CounterMetricFamily, name, text, key)
         if any(pages is not None for pages in self._pages):
             yield from self._page_families()
-        yield self._by_label("request_success", "Requests finished, by reason.", "finished_reason",
-                             self._finished)
+        yield from self._breakdowns()
+        success = CounterMetricFamily(PREFIX + "request_success", "Requests finished, by reason.",
+                                      labels=(*ENGINE_LABELS, "finished_reason"))
+        for engine, figures in enumerate(self._requests):
+            for reason, count in figures.finished.items():
+                success.add_metric([self._model_name, str(engine), reason], count)
+        yield success
         yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
                              self._rejections)
         restarts = CounterMetricFamily(PREFIX + "engine_restarts", "Times that failed engines were started again.",
@@ -251,15 +284,24 @@ class Metrics:
                     owned.add_metric([self._model_name, str(engine), owner], count)
             yield owned
         for name, text, _ in HISTOGRAMS:
-            histogram = self._histograms[name]
-            family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
-            family.add_metric(values, histogram.buckets(), histogram.sum)
+            family = HistogramMetricFamily(PREFIX + name, text, labels=ENGINE_LABELS)
+            for engine, figures in enumerate(self._requests):
+                histogram = figures.histograms[name]
+                family.add_metric([self._model_name, str(engine)], histogram.buckets(), histogram.sum)
             yield family
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's configuration.",
                                  labels=[*ENGINE_LABELS, *self._cache_configs[0]])
         for engine, config in enumerate(self._cache_configs):
             info.add_metric([self._model_name, str(engine), *config.values()], 1)
         yield info
+
+    def _breakdowns(self) -> Iterator[Metric]:
+        for name, text, kind, label, keys in ENGINE_BREAKDOWNS:
+            family = kind(PREFIX + name, text, labels=(*ENGINE_LABELS, label))
+            for engine, stats in enumerate(self._engines):
+                for value, key in keys.items():
+                    family.add_metric([self._model_name, str(engine), value], stats.get(key, 0))
+            yield family
 
     def _page_families(self) -> Iterator[Metric]:
         """Of elastic KV caches only."""
@@ -291,6 +333,13 @@ class Metrics:
         for name, histogram in self._transitions.items():
             family.add_metric([self._model_name, name], histogram.buckets(), histogram.sum)
         yield family
+        slept = HistogramMetricFamily(PREFIX + "sleep_mode_operation_duration_seconds", "Time of a sleep or wake-up.",
+                                      labels=["model_name", "operation"])
+        for name, operation in SLEEP_OPERATIONS.items():
+            if name in self._transitions:
+                histogram = self._transitions[name]
+                slept.add_metric([self._model_name, operation], histogram.buckets(), histogram.sum)
+        yield slept
         failed = CounterMetricFamily(PREFIX + "residency_transition_failures", "Transitions that did not come about.",
                                      labels=["model_name", "transition", "reason"])
         for (name, reason), count in self._failed_transitions.items():
@@ -312,18 +361,20 @@ class Metrics:
         return family
 
 
-def render(all_metrics: Sequence[Metrics]) -> bytes:
-    """Several models' metrics as one text: each family once, with every model's samples."""
+def render(all_metrics: Sequence[Metrics], vllm_names: bool = False) -> bytes:
+    """Several models' metrics as one text: each family once, with every model's samples; `vllm_names`: and once more
+    under vLLM's prefix.
+    """
     registry = CollectorRegistry()
-    registry.register(_View(all_metrics))
+    registry.register(_View(all_metrics, vllm_names))
     return generate_latest(registry)
 
 
 class _View(Collector):
     """The registry's way in."""
 
-    def __init__(self, all_metrics: Sequence[Metrics]) -> None:
-        self._all_metrics = all_metrics
+    def __init__(self, all_metrics: Sequence[Metrics], vllm_names: bool) -> None:
+        self._all_metrics, self._vllm_names = all_metrics, vllm_names
 
     def collect(self) -> Iterable[Metric]:
         merged: dict[str, Metric] = {}
@@ -331,4 +382,12 @@ class _View(Collector):
             first = merged.setdefault(family.name, family)
             if first is not family:
                 first.samples.extend(family.samples)
-        return merged.values()
+        yield from merged.values()
+        if self._vllm_names:
+            yield from map(_renamed, merged.values())
+
+
+def _renamed(family: Metric) -> Metric:
+    same = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
+    same.samples = [sample._replace(name=VLLM_PREFIX + sample.name.removeprefix(PREFIX)) for sample in family.samples]
+    return same

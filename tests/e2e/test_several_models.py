@@ -49,7 +49,7 @@ def test_each_answers_under_its_name_as_if_alone(models, tmp_path: Path):
         assert tokenized["max_model_len"] == 512
         samples = client.get("/metrics").text.splitlines()
         for name, count in (("alpha", 2), ("beta", 1)):
-            labels = f'finished_reason="length",model_name="{name}"'
+            labels = f'engine="0",finished_reason="length",model_name="{name}"'
             assert f"xllm_npu:request_success_total{{{labels}}} {count}.0" in samples
         assert samples.count("# TYPE xllm_npu:request_success_total counter") == 1
 

@@ -74,7 +74,7 @@ async def test_figures(master):
                               generation_tokens_total=40, owned_pages={"weights": 8},
                               pages={"mapped": 3, "reserved": 1, "free": 4, "pinned": 1, "refusals": {}})
     master.metrics.set_engine(1, running=1, steps_total=2, owned_pages={"weights": 8})
-    master.metrics.on_first_token(0.5)
+    master.metrics.of_engine(1).on_first_token(0.5)
     async with client_of(master) as client:
         state = (await client.get(STATE_PATH)).json()
     (model,) = state["models"]

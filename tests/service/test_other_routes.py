@@ -30,10 +30,10 @@ async def test_version(client):
 
 
 async def test_metrics(client, master):
-    master.metrics.on_first_token(0.03)
+    master.metrics.of_engine(0).on_first_token(0.03)
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert re.search(r'xllm_npu:time_to_first_token_seconds_count\{model_name="tiny"\} 1.0', response.text)
+    assert re.search(r'xllm_npu:time_to_first_token_seconds_count\{engine="0",model_name="tiny"\} 1.0', response.text)
 
 
 async def test_tokenize_and_detokenize(client, master):

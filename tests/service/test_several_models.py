@@ -84,10 +84,10 @@ async def test_the_limit_is_for_all_models_together():
 
 async def test_metrics_name_their_model():
     first, second = FakeMaster(name="a"), FakeMaster(name="b")
-    second.metrics.on_first_token(0.03)
+    second.metrics.of_engine(0).on_first_token(0.03)
     async with client_of(first, second) as client:
         text: httpx.Response = await client.get("/metrics")
     counts = [line for line in text.text.splitlines() if line.startswith("xllm_npu:time_to_first_token_seconds_count")]
-    assert counts == [f'xllm_npu:time_to_first_token_seconds_count{{model_name="{name}"}} {count}'
+    assert counts == [f'xllm_npu:time_to_first_token_seconds_count{{engine="0",model_name="{name}"}} {count}'
                       for name, count in (("a", 0.0), ("b", 1.0))]
     assert text.text.count("# HELP xllm_npu:time_to_first_token_seconds ") == 1

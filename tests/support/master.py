@@ -88,10 +88,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def metric(master: LLMMaster, name: str, **labels: str) -> float:
-    """One sample of /metrics, without prefix and model name."""
+    """One sample of /metrics, without prefix and model name; the sum over engines unless `engine` says which."""
+    ignored = {"model_name"} if "engine" in labels else {"model_name", "engine"}
+    found = []
     for family in text_string_to_metric_families(master.metrics.render().decode()):
         for sample in family.samples:
-            own = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            own = {k: v for k, v in sample.labels.items() if k not in ignored}
             if (sample.name, own) == ("xllm_npu:" + name, labels):
-                return sample.value
-    raise AssertionError(f"no metric {name} with {labels}")
+                found.append(sample.value)
+    assert found, f"no metric {name} with {labels}"
+    return sum(found)

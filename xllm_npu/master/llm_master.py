@@ -173,7 +173,9 @@ class LLMMaster:
             return self._search(message)
         outputs = RequestStream(lambda: self._abandon(message.request_id))
         self._dispatcher.open(message, self._sink(message, outputs), stream)
-        self._queue.on_sent(self._engines.send(message))
+        engine = self._engines.send(message)
+        self._timings[message.request_id].engine = engine
+        self._queue.on_sent(engine)
         return outputs
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:

@@ -53,8 +53,9 @@ def create_app(
     app = FastAPI(title="xllm-npu", version=__version__)
     store = ResponseStore(service.responses_store_size)
     app.include_router(responses_router(context, store))
-    for router in (chat_router, messages_router, completions_router, models_router, health_router, tokenize_router):
+    for router in (chat_router, messages_router, completions_router, models_router, tokenize_router):
         app.include_router(router(context))
+    app.include_router(health_router(context, service.metrics_vllm_names))
     if service.enable_console:
         app.include_router(console_router(context, service))
     add_error_handlers(app)

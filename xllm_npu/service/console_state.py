@@ -107,7 +107,7 @@ def _model_state(model: ServedModel) -> ModelState:
         num_kv_blocks=0 if info is None else info.num_kv_blocks, block_size=0 if info is None else info.block_size,
         max_seqs=0 if info is None else info.max_seqs, ranks=0 if info is None else info.ranks,
         memory_bytes=metrics.owned_bytes(), engines=_engine_states(metrics),
-        latencies={name: Distribution(metrics.histogram(name).count, metrics.histogram(name).sum)
+        latencies={name: Distribution(*metrics.total(name))
                    for name in HISTOGRAMS},
         finished=metrics.finished())
 

@@ -11,7 +11,7 @@ from xllm_npu.service.replies import Load, Version, json_response
 from xllm_npu.version import __version__
 
 
-def health_router(context: ApiContext) -> APIRouter:
+def health_router(context: ApiContext, vllm_names: bool = False) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -32,7 +32,8 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(render([model.master.metrics for model in context.models]), media_type=CONTENT_TYPE)
+        text = render([model.master.metrics for model in context.models], vllm_names)
+        return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/version")
     async def version() -> Response:
