@@ -162,7 +162,7 @@ class Metrics:
     """One server's metrics. `set_model` once the engine is ready; the other methods as things happen."""
 
     def __init__(self, model_name: str = "") -> None:
-        self._model_name = model_name
+        self.model_name = model_name
         self._cache_configs: list[dict[str, str]] = [{}]  # by engine
         self._engines: list[Mapping[str, float]] = [{}]
         self._pages: list[Mapping[str, Any] | None] = [None]
@@ -176,7 +176,7 @@ class Metrics:
 
     def set_model(self, model_name: str, cache_configs: Sequence[Mapping[str, object]] = ({},)) -> None:
         """One of `cache_configs` for each engine; they become the labels of cache_config_info: block_size, ..."""
-        self._model_name = model_name
+        self.model_name = model_name
         self._cache_configs = [{key: str(value) for key, value in config.items()} for config in cache_configs]
         self._engines = [{} for _ in cache_configs]
         self._pages = [None for _ in cache_configs]
@@ -255,7 +255,7 @@ class Metrics:
         return render([self])
 
     def families(self) -> Iterator[Metric]:
-        labels, values = ["model_name"], [self._model_name]
+        labels, values = ["model_name"], [self.model_name]
         for name, text, key in ENGINE_GAUGES:
             yield self._by_engine(GaugeMetricFamily, name, text, key)
         for name, text, key in ENGINE_COUNTERS:
@@ -267,7 +267,7 @@ class Metrics:
                                       labels=(*ENGINE_LABELS, "finished_reason"))
         for engine, figures in enumerate(self._requests):
             for reason, count in figures.finished.items():
-                success.add_metric([self._model_name, str(engine), reason], count)
+                success.add_metric([self.model_name, str(engine), reason], count)
         yield success
         yield self._by_label("admission_rejections", "Requests turned away, by reason.", "reason",
                              self._rejections)
@@ -281,18 +281,18 @@ class Metrics:
                                       labels=(*ENGINE_LABELS, "owner"))
             for engine, bytes_by_owner in enumerate(self._owned):
                 for owner, count in bytes_by_owner.items():
-                    owned.add_metric([self._model_name, str(engine), owner], count)
+                    owned.add_metric([self.model_name, str(engine), owner], count)
             yield owned
         for name, text, _ in HISTOGRAMS:
             family = HistogramMetricFamily(PREFIX + name, text, labels=ENGINE_LABELS)
             for engine, figures in enumerate(self._requests):
                 histogram = figures.histograms[name]
-                family.add_metric([self._model_name, str(engine)], histogram.buckets(), histogram.sum)
+                family.add_metric([self.model_name, str(engine)], histogram.buckets(), histogram.sum)
             yield family
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's configuration.",
                                  labels=[*ENGINE_LABELS, *self._cache_configs[0]])
         for engine, config in enumerate(self._cache_configs):
-            info.add_metric([self._model_name, str(engine), *config.values()], 1)
+            info.add_metric([self.model_name, str(engine), *config.values()], 1)
         yield info
 
     def _breakdowns(self) -> Iterator[Metric]:
@@ -300,7 +300,7 @@ class Metrics:
             family = kind(PREFIX + name, text, labels=(*ENGINE_LABELS, label))
             for engine, stats in enumerate(self._engines):
                 for value, key in keys.items():
-                    family.add_metric([self._model_name, str(engine), value], stats.get(key, 0))
+                    family.add_metric([self.model_name, str(engine), value], stats.get(key, 0))
             yield family
 
     def _page_families(self) -> Iterator[Metric]:
@@ -311,7 +311,7 @@ class Metrics:
                                       "Times the KV cache could not grow, by reason.",
                                       labels=(*ENGINE_LABELS, "reason"))
         for engine, pages in enumerate(self._pages):
-            names = [self._model_name, str(engine)]
+            names = [self.model_name, str(engine)]
             if pages is None:
                 continue
             for state in PAGE_STATES:
@@ -326,24 +326,24 @@ class Metrics:
             PREFIX + "engine_sleep_state", "1 at what holds; weights_offloaded: sleep level 1, discard_all: level 2.",
             labels=["model_name", "sleep_state"])
         for name, holds in self._sleep_state.items():
-            state.add_metric([self._model_name, name], holds)
+            state.add_metric([self.model_name, name], holds)
         yield state
         family = HistogramMetricFamily(PREFIX + "residency_transition_seconds",
                                        "Time of a sleep, wake, pause or resume.", labels=["model_name", "transition"])
         for name, histogram in self._transitions.items():
-            family.add_metric([self._model_name, name], histogram.buckets(), histogram.sum)
+            family.add_metric([self.model_name, name], histogram.buckets(), histogram.sum)
         yield family
         slept = HistogramMetricFamily(PREFIX + "sleep_mode_operation_duration_seconds", "Time of a sleep or wake-up.",
                                       labels=["model_name", "operation"])
         for name, operation in SLEEP_OPERATIONS.items():
             if name in self._transitions:
                 histogram = self._transitions[name]
-                slept.add_metric([self._model_name, operation], histogram.buckets(), histogram.sum)
+                slept.add_metric([self.model_name, operation], histogram.buckets(), histogram.sum)
         yield slept
         failed = CounterMetricFamily(PREFIX + "residency_transition_failures", "Transitions that did not come about.",
                                      labels=["model_name", "transition", "reason"])
         for (name, reason), count in self._failed_transitions.items():
-            failed.add_metric([self._model_name, name, reason], count)
+            failed.add_metric([self.model_name, name, reason], count)
         yield failed
 
     def _by_engine(
@@ -351,13 +351,13 @@ class Metrics:
     ) -> Metric:
         family = kind(PREFIX + name, text, labels=ENGINE_LABELS)
         for engine, stats in enumerate(self._engines):
-            family.add_metric([self._model_name, str(engine)], stats.get(key, 0))
+            family.add_metric([self.model_name, str(engine)], stats.get(key, 0))
         return family
 
     def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
         for key, count in counts.items():
-            family.add_metric([self._model_name, key], count)
+            family.add_metric([self.model_name, key], count)
         return family
 
 

@@ -52,8 +52,8 @@ def test_a_finished_request(metrics):
     metrics.of_engine(1).on_first_token(0.2)
     metrics.of_engine(1).on_queued(0.1, 0.1)
     metrics.of_engine(1).on_tokens(4, 0.8)
-    metrics.of_engine(1).on_finished("length", prompt_tokens=10, generation_tokens=5, n=1, max_tokens=5, e2e_seconds=1.0,
-                                     first_token_seconds=0.2, queue_seconds=0.1)
+    metrics.of_engine(1).on_finished("length", prompt_tokens=10, generation_tokens=5, n=1, max_tokens=5,
+                                     e2e_seconds=1.0, first_token_seconds=0.2, queue_seconds=0.1)
     got = samples(metrics)
     assert got["xllm_npu:request_success_total", "1", "length"] == 1
     assert got["xllm_npu:request_success_total", "1", "stop"] == 0
@@ -68,7 +68,8 @@ def test_a_finished_request(metrics):
 
 
 def test_a_request_without_tokens(metrics):
-    metrics.of_engine(1).on_finished("abort", prompt_tokens=10, generation_tokens=0, n=1, max_tokens=None, e2e_seconds=1.0)
+    metrics.of_engine(1).on_finished("abort", prompt_tokens=10, generation_tokens=0, n=1, max_tokens=None,
+                                     e2e_seconds=1.0)
     got = samples(metrics)
     assert got["xllm_npu:request_success_total", "1", "abort"] == 1
     assert got["xllm_npu:request_decode_time_seconds_count", "1"] == 0

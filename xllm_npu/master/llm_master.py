@@ -36,6 +36,7 @@ from xllm_npu.state.messages import AWAKE, AddRequest, EngineProgress, EngineRea
 from xllm_npu.state.output import RequestOutput
 from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
 from xllm_npu.text.template_process import TemplateProcesses
+from xllm_npu.tracing import request_tracer
 
 if TYPE_CHECKING:
     from xllm_npu.master.beam_request import BeamRequest
@@ -106,6 +107,7 @@ class LLMMaster:
         self._readying: asyncio.Task[None] | None = None
         self._stalled: set[int] = set()  # engines
         self._queue = QueueGauge()
+        self._tracer = request_tracer(settings.service.otlp_traces_endpoint)
         self._searches = BeamSearches(self._search_to_text)
         self._memory = MemoryReport()
         self._residency = ModelResidency(
@@ -180,7 +182,7 @@ class LLMMaster:
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
         request_id = message.request_id
-        timing = self._timings[request_id] = RequestTiming(message, self.metrics)
+        timing = self._timings[request_id] = RequestTiming(message, self.metrics, self._tracer)
 
         def sink(output: RequestOutput) -> None:
             timing.on_output(output)

@@ -1,21 +1,25 @@
-"""When a request's tokens came, for the metrics."""
+"""When a request's tokens came, for the metrics and, where there is a tracer, for its span."""
 
 from __future__ import annotations
 
 import time
 
+from xllm_npu import tracing
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AddRequest, PromptInfo
 from xllm_npu.state.output import RequestOutput
+from xllm_npu.tracing import RequestSpan, RequestTracer
 
 
 class RequestTiming:
-    """One open request's clock. Told of every output of the request, it feeds `Metrics`."""
+    """One open request's clock. Told of every output of the request, it feeds `Metrics` and the tracer."""
 
-    __slots__ = ("_began", "_first", "_last", "_metrics", "_queue_seconds", "_request", "_tokens", "engine")
+    __slots__ = ("_began", "_first", "_headers", "_last", "_metrics", "_queue_seconds", "_request", "_tokens",
+                 "_tracer", "engine")
 
-    def __init__(self, request: AddRequest, metrics: Metrics) -> None:
-        self._request, self._metrics = request, metrics
+    def __init__(self, request: AddRequest, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
+        self._request, self._metrics, self._tracer = request, metrics, tracer
+        self._headers = tracing.INCOMING.get()
         self.engine = 0  # that has it
         self._began = time.monotonic()
         self._first: float | None = None
@@ -44,7 +48,15 @@ class RequestTiming:
     def on_end(self, reason: str) -> None:
         params = self._request.params
         first = None if self._first is None else self._first - self._began
+        prompt_tokens, e2e_seconds = len(self._request.prompt) // 4, time.monotonic() - self._began
         self._metrics.of_engine(self.engine).on_finished(
-            reason, prompt_tokens=len(self._request.prompt) // 4, generation_tokens=self._tokens, n=params.n,
-            max_tokens=params.max_tokens, e2e_seconds=time.monotonic() - self._began, first_token_seconds=first,
+            reason, prompt_tokens=prompt_tokens, generation_tokens=self._tokens, n=params.n,
+            max_tokens=params.max_tokens, e2e_seconds=e2e_seconds, first_token_seconds=first,
             queue_seconds=self._queue_seconds)
+        if self._tracer is not None:
+            self._tracer.record(RequestSpan(
+                headers=self._headers, arrival_time=time.time() - e2e_seconds, e2e_seconds=e2e_seconds,
+                request_id=self._request.external_id, model=self._metrics.model_name, finish_reason=reason,
+                prompt_tokens=prompt_tokens, completion_tokens=self._tokens, n=params.n,
+                num_sequences=params.num_sequences, temperature=params.temperature, top_p=params.top_p,
+                max_tokens=params.max_tokens, queue_seconds=self._queue_seconds, first_token_seconds=first))

@@ -1,7 +1,7 @@
 """The HTTP application: routes, and the layers that every request passes before it reaches one.
 
-From the outside in: root path, request id, request log, CORS, Anthropic's form of errors, API key, rate limit, admission, body limit, error
-boundary, routes.
+From the outside in: root path, request id, request log, trace context, CORS, Anthropic's form of errors, API key, rate
+limit, admission, body limit, error boundary, routes.
 Refusals therefore carry the request's id and CORS headers, and nothing of a body is read for a client that may
 not come in.
 """
@@ -34,6 +34,7 @@ from xllm_npu.service.responses import responses_router
 from xllm_npu.service.request_log import RequestLogMiddleware
 from xllm_npu.service.root_path import RootPathMiddleware
 from xllm_npu.service.tokenize import tokenize_router
+from xllm_npu.service.trace_context import TraceContextMiddleware
 from xllm_npu.version import __version__
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def create_app(
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+    if service.otlp_traces_endpoint:
+        app.add_middleware(TraceContextMiddleware)
     if service.enable_request_logging:
         app.add_middleware(RequestLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
