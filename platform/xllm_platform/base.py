@@ -313,6 +313,16 @@ class Platform(ABC):
         `ranks` processes like this one compute on the machine.
         """
 
+    def profiler(self, directory: str, name: str) -> Any:
+        """An object with `start` and `stop`, both for the thread that traces itself.
+
+        `stop` writes a trace of what ran between as a file in `directory` whose name begins with `name`.
+        """
+        import torch
+
+        written = torch.profiler.tensorboard_trace_handler(directory, worker_name=name, use_gzip=True)
+        return torch.profiler.profile(on_trace_ready=written)
+
     def inference_context(self) -> AbstractContextManager[Any]:
         """Entered around every forward pass by the thread that runs it."""
         return nullcontext()

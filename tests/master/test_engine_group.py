@@ -10,16 +10,27 @@ import pytest
 
 from tests.support.fake_engines import READY, FakeEngine, FakeLauncher
 from xllm_npu.config.load import settings_from_kwargs
-from xllm_npu.master.engine_group import EngineEvents, EngineGroup, SlowestStage, as_one, disagreement
+from xllm_npu.master.engine_group import (
+    CommandFailed,
+    EngineEvents,
+    EngineGroup,
+    EnginesGone,
+    SlowestStage,
+    as_one,
+    disagreement,
+)
 from xllm_npu.master.engine_plan import EnginePlan, plan_on_one_machine
 from xllm_npu.state.messages import (
     FINISH_ABORT,
     AbortRequest,
     AddRequest,
+    CommandDone,
     EngineFailed,
     EngineProgress,
     EngineStats,
+    Profile,
     PromptInfo,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     StepTogether,
@@ -219,3 +230,30 @@ def test_the_plan_of_one_machine(tmp_path):
     for name in ("seed", "slots", "rendezvous", "agreement", "directory", "settings"):
         assert getattr(inits[0], name) == getattr(inits[1], name)
     assert inits[0].seed == 3
+
+
+async def test_commands(make):
+    setup = make()
+    first, second = await setup.start()
+    for answers, failure in ((("", ""), None), (("", "No."), "No.")):
+        task = asyncio.create_task(setup.group.command(ResetPrefixCache()))
+        for engine, answer in zip((first, second), answers):
+            assert await engine.hear() == ResetPrefixCache()
+            await engine.say(CommandDone(answer))
+        if failure is None:
+            await task
+        else:
+            with pytest.raises(CommandFailed, match=failure):
+                await task
+
+
+async def test_a_command_ends_with_the_engines(make):
+    setup = make()
+    first, _ = await setup.start()
+    task = asyncio.create_task(setup.group.command(Profile("/t")))
+    assert await first.hear() == Profile("/t")
+    setup.group.fail("It died.")
+    with pytest.raises(EnginesGone, match="It died"):
+        await task
+    with pytest.raises(EnginesGone):
+        await setup.group.command(Profile(""))

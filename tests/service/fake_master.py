@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tests.support.tiny_model import EOS, byte_tokenizer
 from xllm_npu.config.kv_cache import KvCacheSettings
 from xllm_npu.config.settings import Settings
+from xllm_npu.master.engine_group import CommandFailed
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
 from xllm_npu.master.model_residency import ResidencyError, ResidencyState
 from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineReady
+from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineCommand, EngineReady
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.chat_prompt import ChatPrompt
@@ -186,6 +187,8 @@ class FakeMaster:
         self.host_has_room = True  # for a copy of the weights
         self.stalled = self.lacked_memory = False
         self.num_waiting = 0
+        self.commands: list[EngineCommand] = []
+        self.command_failure = ""
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         if not self.settings.kv_cache.enable_vmm_weights:
@@ -220,6 +223,13 @@ class FakeMaster:
             raise ResidencyError("asleep", "The model sleeps: wake it up.")
         self.transitions.append(("resume",))
         self.residency = ResidencyState()
+
+    async def command(self, message: EngineCommand) -> None:
+        if self.status is EngineStatus.DEAD:
+            raise EngineDeadError("The engine process has ended.")
+        if self.command_failure:
+            raise CommandFailed(self.command_failure)
+        self.commands.append(message)
 
     def virtual_memory_info(self) -> dict[str, Any]:
         return {"pages": {"mapped": 3}}

@@ -15,6 +15,7 @@ from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel
 from xllm_npu.service.admin import create_admin_app
 from xllm_npu.service.app import coordinator
+from xllm_npu.state.messages import Profile, ResetPrefixCache
 
 
 class ForkingSet(ModelSet):
@@ -173,3 +174,39 @@ async def test_a_fork_is_served_under_its_name():
         await master.sleep()
         assert error_of(await client.post("/fork_master", json={"model_id": "h", "model": "a"})) == (
             409, "model_sleeping", None)
+
+
+async def test_cached_prefixes_and_profiles():
+    first, second = FakeMaster(), FakeMaster()
+    async with admin_of(first, second, profile_dir="/traces") as (client, _):
+        assert error_of(await client.post("/reset_prefix_cache")) == (400, None, "model")
+        for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile"):
+            assert (await client.post(path + "?model=b")).status_code == 200
+        assert second.commands == [ResetPrefixCache(), Profile("/traces"), Profile("")]
+        assert first.commands == []
+        assert error_of(await client.post("/reset_prefix_cache?model=b&reset_running_requests=true")) == (
+            400, None, "reset_running_requests")
+        second.command_failure = "No profile is being made."
+        assert error_of(await client.post("/stop_profile?model=b")) == (409, "conflict", None)
+        second.status = EngineStatus.DEAD
+        assert error_of(await client.post("/stop_profile?model=b")) == (503, "engine_dead", None)
+
+
+async def test_profiles_need_a_directory():
+    master = FakeMaster()
+    async with admin_of(master) as (client, _):
+        reply = await client.post("/start_profile")
+        assert error_of(reply) == (400, "not_supported", None)
+        assert "--profile_dir" in reply.json()["error"]["message"]
+    assert master.commands == []
+
+
+async def test_server_info_hides_the_keys():
+    master = FakeMaster()
+    master.settings = make_settings(api_key=("hidden-key",))
+    async with admin_of(master, api_key=("hidden-key",)) as (client, _):
+        reply = await client.get("/server_info", headers={"Authorization": "Bearer hidden-key"})
+    assert "hidden-key" not in reply.text
+    (model,) = reply.json()["models"]
+    assert model["settings"]["service"]["port"] == 8000
+    assert model["engine"]["block_size"] == 16 if isinstance(model["engine"], dict) else model["engine"]

@@ -94,6 +94,15 @@ class Engine:
                                    "--enable-vmm-weights.")
         return self.memory
 
+    def profile(self, directory: str) -> None:
+        """Trace the steps from now on into files in `directory`, on every rank; "" ends that and writes them.
+
+        Waits for the steps in flight, and for the files of rank 0. Raises ProfileError, of rank 0 too.
+        """
+        if self._others is not None:
+            self._others.profile(directory)
+        self._worker.profile(directory)
+
     def check(self) -> None:
         """Raise how a worker died, if one has: an idle engine hears of it nowhere else."""
         if self._others is not None and self._others.failure is not None:

@@ -12,8 +12,9 @@ import zmq
 
 from xllm_npu.execution.shm_ring import RingReader, RingWriter
 from xllm_npu.execution.step_message import StepInput
-from xllm_npu.execution.worker_messages import WorkerStop
+from xllm_npu.execution.worker_messages import WorkerProfile, WorkerStop
 
+StepMessage = StepInput | WorkerProfile | WorkerStop
 ALL, FAR = b"A", b"F"  # a message's first byte is its topic: for everybody, or for those who have no ring
 
 
@@ -44,7 +45,7 @@ class StepSender:
             wait_ms = 0
         return count
 
-    def send(self, message: StepInput | WorkerStop) -> None:
+    def send(self, message: StepMessage) -> None:
         data = self._encoder.encode(message)
         if self._ring is None or not self._ring.send(data):
             self._socket.send(ALL + data)
@@ -69,9 +70,9 @@ class StepReceiver:
             self._socket.subscribe(FAR)
         self._socket.subscribe(ALL)  # last: who hears of it knows of the other
         self._ring = ring
-        self._decoder = msgspec.msgpack.Decoder(StepInput | WorkerStop)
+        self._decoder = msgspec.msgpack.Decoder(StepMessage)
 
-    def receive(self) -> StepInput | WorkerStop:
+    def receive(self) -> StepMessage:
         """The next step; waits for it."""
         if self._ring is not None and (message := self._ring.receive()) is not None:
             return self._decoder.decode(message)

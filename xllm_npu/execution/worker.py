@@ -27,6 +27,7 @@ from xllm_npu.execution.logprobs import prompt_logprobs
 from xllm_npu.execution.sampler import Sampler, SampleResult
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
+from xllm_npu.execution.step_profile import StepProfile
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.batch import StepResult
 from xllm_npu.state.messages import Logprobs
@@ -54,6 +55,7 @@ class Worker:
     def __init__(self, parts: WorkerParts) -> None:
         self.parts = parts
         self._sampler = Sampler(parts.sampling)
+        self._profile = StepProfile(parts.platform, f"rank-{parts.parallel.world.rank}")
         self._samples = parts.parallel.tp.rank == 0  # the other ranks hear of the tokens
 
     def execute(self, step: StepInput) -> StepResult:
@@ -78,6 +80,10 @@ class Worker:
         """Held during a step, so that no sleep takes the weights away."""
         memory = self.parts.memory
         return nullcontext() if memory is None or memory.residency is None else memory.residency.stepping
+
+    def profile(self, directory: str) -> None:
+        """Trace the steps that follow into files in `directory`, or with "" end that. Raises ProfileError."""
+        self._profile.switch(directory)
 
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""

@@ -19,6 +19,8 @@ from xllm_npu.state.batch import StepResult
 class StepExecutor(Protocol):
     def execute(self, step: StepInput) -> StepResult: ...
 
+    def profile(self, directory: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -31,7 +33,27 @@ class WorkerClient(Protocol):
         """The result of the oldest step sent; raises what the worker raised."""
         ...
 
+    def profile(self, directory: str) -> None:
+        """After the steps sent: trace those that follow into `directory`, or with "" write what was traced."""
+        ...
+
     def close(self) -> None: ...
+
+
+class _Profile:
+    """A profiler belongs to the thread that it watches, so that this goes the way of the steps."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(self, worker: StepExecutor) -> None:
+        try:
+            worker.profile(self._directory)
+        except Exception as error:  # handed to the engine thread, which decides
+            self.done.put(error)
+        else:
+            self.done.put(None)
 
 
 class InProcessWorker:
@@ -42,10 +64,11 @@ class InProcessWorker:
     """
 
     def __init__(self, make: Callable[[], StepExecutor]) -> None:
-        self._steps: queue.SimpleQueue[StepInput | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[StepInput | _Profile | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._profile: _Profile | None = None  # that is waited for
         self.busy_since: float | None = None  # monotonic; when the step that runs now began
         self._thread = threading.Thread(target=self._run, args=(make,), name="worker", daemon=True)
         self._thread.start()
@@ -64,6 +87,9 @@ class InProcessWorker:
             return
         self._made.put(None)
         while (step := self._steps.get()) is not None:
+            if isinstance(step, _Profile):
+                step.run(worker)
+                continue
             self.busy_since = time.monotonic()
             try:
                 self._results.put(worker.execute(step))
@@ -77,6 +103,8 @@ class InProcessWorker:
         self._failure = error
         self._made.put(error)
         self._results.put(error)
+        if self._profile is not None:
+            self._profile.done.put(error)
 
     def send(self, step: StepInput) -> None:
         self._steps.put(step)
@@ -86,6 +114,16 @@ class InProcessWorker:
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def profile(self, directory: str) -> None:
+        self._profile = _Profile(directory)
+        self._steps.put(self._profile)
+        if self._failure is not None:
+            raise self._failure
+        failure = self._profile.done.get()
+        self._profile = None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         self._steps.put(None)
@@ -105,6 +143,9 @@ class DirectWorker:
 
     def receive(self) -> StepResult:
         return self._worker.execute(self._steps.pop(0))
+
+    def profile(self, directory: str) -> None:
+        self._worker.profile(directory)
 
     def close(self) -> None:
         self._steps.clear()

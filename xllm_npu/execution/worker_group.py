@@ -29,7 +29,14 @@ from xllm_npu.execution.rank import of_rank
 from xllm_npu.execution.shm_ring import RingWriter
 from xllm_npu.execution.step_channel import ChannelError, StepSender
 from xllm_npu.execution.step_message import StepInput
-from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
+from xllm_npu.execution.worker_messages import (
+    WorkerFailed,
+    WorkerProfile,
+    WorkerReady,
+    WorkerReport,
+    WorkerStatus,
+    WorkerStop,
+)
 from xllm_npu.state.launch import EngineInit, RingPlace, WorkerInit
 
 log = logging.getLogger(__name__)
@@ -121,6 +128,10 @@ class WorkerGroup:
 
     def send(self, step: StepInput) -> None:
         self._steps.send(step)
+
+    def profile(self, directory: str) -> None:
+        """As `WorkerClient.profile`; what goes wrong is in the workers' logs."""
+        self._steps.send(WorkerProfile(directory))
 
     def cause(self, error: BaseException) -> BaseException:
         """What made rank 0 fail with `error`: the death of another rank, if one is found within a second."""

@@ -1,6 +1,7 @@
 """What worker processes tell their engine, beside computing: msgspec structs, one a message.
 
-Steps go the other way as `StepInput` through step_channel.py; `WorkerStop` ends their stream.
+Steps go the other way as `StepInput` through step_channel.py, `WorkerProfile` among them; `WorkerStop` ends their
+stream.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from xllm_npu.state.messages import WeightLoad
 
 class WorkerStop(msgspec.Struct, tag=True, array_like=True):
     """No step follows."""
+
+
+class WorkerProfile(msgspec.Struct, tag=True, array_like=True):
+    """Trace the steps that follow into `directory`; without one: write what was traced."""
+
+    directory: str
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):

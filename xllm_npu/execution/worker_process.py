@@ -19,7 +19,14 @@ import zmq
 
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.child import describe, follow_parent, read_line, remove_directory, speaks_for_itself
-from xllm_npu.execution.worker_messages import WorkerFailed, WorkerReady, WorkerReport, WorkerStatus, WorkerStop
+from xllm_npu.execution.worker_messages import (
+    WorkerFailed,
+    WorkerProfile,
+    WorkerReady,
+    WorkerReport,
+    WorkerStatus,
+    WorkerStop,
+)
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import WorkerInit
 
@@ -67,6 +74,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     from xllm_npu.execution.rank import Rank
     from xllm_npu.execution.shm_ring import RingReader
     from xllm_npu.execution.step_channel import StepReceiver
+    from xllm_npu.execution.step_profile import ProfileError
 
     ring = None if init.ring is None else RingReader(init.ring.fd, init.ring.bell, init.ring.index)
     steps = StepReceiver(init.steps, ring)
@@ -88,7 +96,13 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                               weights=loaded.ready.weight_loads[0], load_seconds=loaded.ready.load_seconds,
                               memory="" if memory is None else memory.endpoint))
     while not isinstance(step := steps.receive(), WorkerStop):
-        loaded.worker.execute(step)
+        if isinstance(step, WorkerProfile):
+            try:
+                loaded.worker.profile(step.directory)
+            except ProfileError as error:  # rank 0 has the same to say, and somebody who listens
+                log.error("no profile of rank %d: %s", init.tp_rank, error)
+        else:
+            loaded.worker.execute(step)
     if memory is not None:
         memory.close()
     loaded.worker.close()

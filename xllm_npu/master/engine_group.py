@@ -27,9 +27,12 @@ from xllm_npu.state.messages import (
     SEQUENCES_PER_REQUEST,
     AbortRequest,
     AddRequest,
+    CommandDone,
+    EngineCommand,
     EngineMessage,
     EngineProgress,
     EngineReady,
+    ResetPrefixCache,
     Residency,
     ResidencyMessage,
     Resume,
@@ -61,6 +64,10 @@ class EnginesGone(RuntimeError):
     """They ended before they answered; the message says how."""
 
 
+class CommandFailed(RuntimeError):
+    """An engine could not do it; the message says why."""
+
+
 class EngineGroup:
     def __init__(self, settings: Settings, plans: Sequence[EnginePlan], directory: Path, events: EngineEvents) -> None:
         """`directory`: as in the plans; it does not exist yet. Plans may come later, by `place`."""
@@ -74,6 +81,8 @@ class EngineGroup:
         self._total_sent = 0
         self._endings: list[Ending] = []
         self._asking: dict[int, asyncio.Future[Residency]] = {}  # by rank
+        self._commanding = asyncio.Lock()
+        self._commanded: dict[int, asyncio.Future[CommandDone]] = {}  # by rank
         self._over = False
 
     def place(self, plans: Sequence[EnginePlan]) -> None:
@@ -174,8 +183,27 @@ class EngineGroup:
                 raise answer
         return {rank: answer for rank, answer in zip(chosen, answers) if isinstance(answer, Residency)}
 
+    async def command(self, message: EngineCommand) -> None:
+        """Have all engines do it. Raises EnginesGone if they end first, CommandFailed with what the first one says."""
+        async with self._commanding:
+            if self._over or not self.alive:
+                raise EnginesGone("The engine process has ended.")
+            if isinstance(message, ResetPrefixCache) and self._router is not None:
+                self._router.forget_prefixes()
+            loop = asyncio.get_running_loop()
+            self._commanded = {rank: loop.create_future() for rank in range(len(self._clients))}
+            try:
+                for client in self._clients:
+                    client.send(message)
+                answers = await asyncio.gather(*self._commanded.values())
+            finally:
+                self._commanded = {}
+        for answer in answers:
+            if answer.error:
+                raise CommandFailed(answer.error)
+
     def _end_asking(self, reason: str) -> None:
-        for future in self._asking.values():
+        for future in (*self._asking.values(), *self._commanded.values()):
             if not future.done():
                 future.set_exception(EnginesGone(reason))
 
@@ -188,6 +216,10 @@ class EngineGroup:
             future = self._asking.get(rank)
             if future is not None and not future.done():
                 future.set_result(message)
+        elif isinstance(message, CommandDone):
+            command = self._commanded.get(rank)
+            if command is not None and not command.done():
+                command.set_result(message)
         elif isinstance(message, EngineProgress):
             merged = self._progress.update(rank, message)
             if merged is not None:

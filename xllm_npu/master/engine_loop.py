@@ -17,6 +17,7 @@ from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_start import start_engine
 from xllm_npu.execution.grammar_cache import PreparedRequests
 from xllm_npu.execution.plugins import load_plugins
+from xllm_npu.execution.step_profile import ProfileError
 from xllm_npu.master.engine_residency import EngineResidency
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.policy import get_policy
@@ -27,10 +28,13 @@ from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
     AbortRequest,
     AddRequest,
+    CommandDone,
+    EngineCommand,
     EngineProgress,
     EngineReady,
     OwnedPages,
     Pause,
+    ResetPrefixCache,
     Residency,
     ResidencyMessage,
     Resume,
@@ -150,6 +154,16 @@ class EngineLoop:
         if self._preparing:
             for request_id, failure in self._preparing.take_done(timeout):
                 self.scheduler.set_prepared(request_id, failure)
+    def command(self, message: EngineCommand) -> CommandDone:
+        """Do it at once; an answer in any case."""
+        if isinstance(message, ResetPrefixCache):
+            self.scheduler.reset_prefix_cache()
+            return CommandDone()
+        try:
+            self._engine.profile(message.directory)
+        except ProfileError as error:
+            return CommandDone(str(error))
+        return CommandDone()
 
     def check(self) -> None:
         """Raise how a worker died, if one has, or what became of its memory."""

@@ -23,6 +23,7 @@ from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import EngineInit
 from xllm_npu.state.messages import (
     ClientMessage,
+    EngineCommand,
     EngineFailed,
     EngineMessage,
     EngineProgress,
@@ -113,7 +114,10 @@ class EngineServer:
             wait = False
             if isinstance(message, Shutdown):
                 return False
-            self._loop.submit(message)
+            if isinstance(message, EngineCommand):
+                self._channel.send(self._loop.command(message))
+            else:
+                self._loop.submit(message)
         return True
 
     def _tell(self, outputs: StepOutputs | None) -> None:

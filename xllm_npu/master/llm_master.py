@@ -21,7 +21,7 @@ import msgspec
 
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.beam_searches import BeamSearches
-from xllm_npu.master.engine_group import EngineEvents, EngineGroup, as_one, new_directory
+from xllm_npu.master.engine_group import EngineEvents, EngineGroup, EnginesGone, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.memory_report import MemoryReport
 from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
@@ -32,7 +32,7 @@ from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.residency_error import ResidencyError
 from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
-from xllm_npu.state.messages import AWAKE, AddRequest, EngineProgress, EngineReady, StepOutputs
+from xllm_npu.state.messages import AWAKE, AddRequest, EngineCommand, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
 from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
 from xllm_npu.text.template_process import TemplateProcesses
@@ -249,6 +249,15 @@ class LLMMaster:
     async def resume(self) -> None:
         """The end of `pause`."""
         await self._residency.resume()
+
+    async def command(self, message: EngineCommand) -> None:
+        """Have all engines forget cached prefixes, or trace their steps. Raises CommandFailed, EngineDeadError."""
+        if self.info is None:
+            raise EngineDeadError(self.failure or "The engine is not ready.")
+        try:
+            await self._engines.command(message)
+        except EnginesGone as error:
+            raise EngineDeadError(str(error)) from error
 
     async def end_held(self) -> None:
         """Requests that no step can reach, as the model is paused or asleep, end with the server."""

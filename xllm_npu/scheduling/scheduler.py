@@ -242,6 +242,10 @@ class Scheduler:
         self._settle()
         self.running.blocks.pool.freeze()
 
+    def reset_prefix_cache(self) -> None:
+        """No prefix is known from now on; what runs keeps its blocks."""
+        self.running.blocks.prefix.reset()
+
     def take_hold(self) -> None:
         """KV blocks may have memory again, after `let_go`."""
         self.running.blocks.pool.thaw()

@@ -1,4 +1,5 @@
-"""The admin application: sleep, wake-up, pause, fork and status of each model, on a listener of its own.
+"""The admin application: sleep, wake-up, pause, fork and status of each model, its cached prefixes, profiles of its
+steps, and its settings; on a listener of its own.
 
 Two spellings of the same: bodies as xLLM's (MasterInfos), and query parameters as vLLM's. Which model is meant is
 `model` (query or body) or `model_id` (body); where there is one model it need not be named. Every route may be called
@@ -16,6 +17,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from xllm_npu.master.engine_group import CommandFailed
+from xllm_npu.master.llm_master import EngineDeadError
 from xllm_npu.master.model_residency import ResidencyError
 from xllm_npu.master.model_set import ModelSet, ServedModel, UnknownModel
 from xllm_npu.service.auth import ApiKeyMiddleware
@@ -27,9 +30,10 @@ from xllm_npu.service.errors import (
     model_not_found,
     quote,
     residency_error,
+    unavailable,
 )
 from xllm_npu.service.request_id import RequestIdMiddleware
-from xllm_npu.state.messages import PAUSED, SLEEPING
+from xllm_npu.state.messages import PAUSED, SLEEPING, EngineCommand, EngineReady, Profile, ResetPrefixCache
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.version import __version__
 
@@ -82,9 +86,20 @@ class ServerStatus(msgspec.Struct):
     models: list[ModelStatus]
 
 
+class ModelInfo(msgspec.Struct):
+    id: str
+    settings: dict[str, Any]
+    engine: EngineReady | None
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    models: list[ModelInfo]
+
+
 def create_admin_app(models: ModelSet, residency: ResidencyCoordinator, service: ServiceSettings) -> FastAPI:
     app = FastAPI(title="xllm-npu admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    routes = AdminRoutes(models, residency)
+    routes = AdminRoutes(models, residency, service.profile_dir or "")
     for path, handler in routes.posts().items():
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     for path, handler in routes.gets().items():
@@ -102,16 +117,20 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class AdminRoutes:
-    def __init__(self, models: ModelSet, residency: ResidencyCoordinator) -> None:
+    def __init__(self, models: ModelSet, residency: ResidencyCoordinator, profile_dir: str = "") -> None:
         self._models = models
         self._residency = residency
+        self._profile_dir = profile_dir
 
     def posts(self) -> dict[str, Handler]:
         return {"/sleep": self.sleep, "/wakeup": self.wake_up, "/wake_up": self.wake_up, "/pause": self.pause,
-                "/resume": self.resume, "/fork_master": self.fork_master}
+                "/resume": self.resume, "/fork_master": self.fork_master,
+                "/reset_prefix_cache": self.reset_prefix_cache, "/start_profile": self.start_profile,
+                "/stop_profile": self.stop_profile}
 
     def gets(self) -> dict[str, Handler]:
-        return {"/is_sleeping": self.is_sleeping, "/is_paused": self.is_paused, "/status": self.status}
+        return {"/is_sleeping": self.is_sleeping, "/is_paused": self.is_paused, "/status": self.status,
+                "/server_info": self.server_info}
 
     async def sleep(self, request: Request) -> Response:
         call = await self._read(request)
@@ -155,6 +174,34 @@ class AdminRoutes:
         fork = await self._models.fork(source.name, new_name)
         if level:
             await self._residency.sleep(fork, level, "wait")
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        call = await self._read(request)
+        if call.flag("reset_running_requests"):
+            raise InvalidParameter("reset_running_requests", "reset_running_requests is not available: requests that "
+                                   "run keep their KV blocks; /sleep?mode=keep takes them.")
+        await _commanded(call.model(), ResetPrefixCache())
+        return Response(status_code=200)
+
+    async def start_profile(self, request: Request) -> Response:
+        call = await self._read(request)
+        if not self._profile_dir:
+            raise ApiError(400, "There is no directory for profiles: start the server with --profile_dir.",
+                           code="not_supported")
+        await _commanded(call.model(), Profile(self._profile_dir))
+        return Response(status_code=200)
+
+    async def stop_profile(self, request: Request) -> Response:
+        call = await self._read(request)
+        await _commanded(call.model(), Profile(""))
+        return Response(status_code=200)
+
+    async def server_info(self, request: Request) -> Response:
+        """Every model's settings, keys masked, and what its engines said of themselves when they were ready."""
+        await self._read(request)
+        return _json(ServerInfo(__version__, [
+            ModelInfo(model.name, model.master.settings.model_dump(mode="json"), model.master.info)
+            for model in self._models]))
 
     async def is_sleeping(self, request: Request) -> Response:
         call = await self._read(request)
@@ -200,6 +247,14 @@ class AdminCall:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise InvalidParameter(name, f"{name} must be a list of strings, got {quote(values)}.")
         return [part for value in values for part in value.split(",") if part]
+
+    def flag(self, name: str) -> bool:
+        value = self.given(name)
+        if isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
+            value = value.lower() in ("true", "1")
+        if value is not None and type(value) is not bool:
+            raise InvalidParameter(name, f"{name} must be true or false, got {quote(value)}.")
+        return bool(value)
 
     def number(self, name: str) -> int | None:
         value = self.given(name)
@@ -260,6 +315,15 @@ async def _answered(transition: Awaitable[object]) -> None:
         await transition
     except ResidencyError as error:
         raise residency_error(error) from None
+
+
+async def _commanded(model: ServedModel, command: EngineCommand) -> None:
+    try:
+        await model.master.command(command)
+    except EngineDeadError as error:
+        raise unavailable(str(error), "engine_dead") from None
+    except CommandFailed as error:
+        raise ApiError(409, str(error), code="conflict") from None
 
 
 def _status_of(model: ServedModel) -> ModelStatus:

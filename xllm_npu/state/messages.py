@@ -1,8 +1,9 @@
 """What the HTTP process and the engine process say to each other: msgspec structs, arrays as raw bytes.
 
-Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`, and `Pause`, `Resume`, `Sleep`, `Wake`, each
-of which is answered by one `Residency`. Engine to client: `EngineReady` once, then one `StepOutputs` for each engine
-step that has news for a client, `EngineFailed` before it dies if it can.
+Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`; `Pause`, `Resume`, `Sleep`, `Wake`, each of
+which is answered by one `Residency`; `ResetPrefixCache`, `Profile`, each of which is answered by one `CommandDone`.
+Engine to client: `EngineReady` once, then one `StepOutputs` for each engine step that has news for a client,
+`EngineFailed` before it dies if it can.
 A sequence is addressed by its key: request_id * SEQUENCES_PER_REQUEST + index.
 """
 
@@ -96,6 +97,22 @@ class Wake(msgspec.Struct, tag=True, array_like=True):
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End after the step in flight; the client has drained or aborted its requests."""
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True, array_like=True):
+    """Forget what is cached. Requests that run keep what they have."""
+
+
+class Profile(msgspec.Struct, tag=True, array_like=True):
+    """Trace the steps from now on, into files in `directory`; without one: end the trace and write it."""
+
+    directory: str
+
+
+class CommandDone(msgspec.Struct, tag=True, array_like=True):
+    """The answer to a ResetPrefixCache or Profile."""
+
+    error: str = ""  # a sentence for people: why it did not come about
 
 
 class Residency(msgspec.Struct, tag=True, array_like=True, kw_only=True):
@@ -253,8 +270,10 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 ResidencyMessage = Pause | Resume | Sleep | Wake
-ClientMessage = AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake
-EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed | Residency
+EngineCommand = ResetPrefixCache | Profile
+ClientMessage = (AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake | ResetPrefixCache
+                 | Profile)
+EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed | Residency | CommandDone
 
 
 def sequence_key(request_id: int, index: int) -> int:

@@ -59,6 +59,13 @@ class NpuPlatform(AcceleratorPlatform):
             )
         return Availability(True)
 
+    def profiler(self, directory: str, name: str) -> Any:
+        import torch_npu
+
+        tools = torch_npu.profiler
+        return tools.profile(activities=[tools.ProfilerActivity.CPU, tools.ProfilerActivity.NPU],
+                             on_trace_ready=tools.tensorboard_trace_handler(directory, worker_name=name))
+
     @staticmethod
     def _runtime() -> Any:
         try:
