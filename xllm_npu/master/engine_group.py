@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -203,7 +204,8 @@ class EngineGroup:
                 raise CommandFailed(answer.error)
 
     def _end_asking(self, reason: str) -> None:
-        for future in (*self._asking.values(), *self._commanded.values()):
+        waiting: list[asyncio.Future[Any]] = [*self._asking.values(), *self._commanded.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EnginesGone(reason))
 
