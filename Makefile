@@ -27,7 +27,7 @@ NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no tes
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser api-docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ test-npu-full: $(NPU_INSTALLED)  ## its slow tests too
 
 device-check:  ## on a GPU machine: correctness, then times, in under 8 minutes (installs nothing; ARGS: e.g. --dry-run)
 	$(PYTHON) benchmarks/device_check.py $(ARGS)
+
+api-docs: install-dev  ## docs/api.md, from the routes and the bodies
+	$(BIN)/python -m xllm_npu.service.api_table > docs/api.md.new && mv docs/api.md.new docs/api.md
 
 lint: install-dev  ## ruff, mypy, import rules
 	$(BIN)/ruff check .

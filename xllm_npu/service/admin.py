@@ -133,6 +133,7 @@ class AdminRoutes:
                 "/server_info": self.server_info}
 
     async def sleep(self, request: Request) -> Response:
+        """Give the memory of weights and KV cache back."""
         call = await self._read(request)
         level = call.number("level")
         if level is None:
@@ -142,21 +143,25 @@ class AdminRoutes:
         return Response(status_code=200)
 
     async def wake_up(self, request: Request) -> Response:
+        """Take it again."""
         call = await self._read(request)
         await _answered(self._residency.wake(call.model(), call.texts("tags")))
         return Response(status_code=200)
 
     async def pause(self, request: Request) -> Response:
+        """Run no steps, and keep the memory."""
         call = await self._read(request)
         await _answered(call.model().master.pause(call.text("mode") or "abort"))
         return _json(Done("paused"))
 
     async def resume(self, request: Request) -> Response:
+        """Run steps again."""
         call = await self._read(request)
         await _answered(call.model().master.resume())
         return _json(Done("resumed"))
 
     async def fork_master(self, request: Request) -> Response:
+        """Serve a model under another name too, with the same weights."""
         call = await self._read(request)
         new_name = call.text("model_id")
         if not new_name:
@@ -176,6 +181,7 @@ class AdminRoutes:
             await self._residency.sleep(fork, level, "wait")
 
     async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget cached prefixes."""
         call = await self._read(request)
         if call.flag("reset_running_requests"):
             raise InvalidParameter("reset_running_requests", "reset_running_requests is not available: requests that "
@@ -184,6 +190,7 @@ class AdminRoutes:
         return Response(status_code=200)
 
     async def start_profile(self, request: Request) -> Response:
+        """Trace the steps of every rank, into `--profile-dir`."""
         call = await self._read(request)
         if not self._profile_dir:
             raise ApiError(400, "There is no directory for profiles: start the server with --profile_dir.",
@@ -192,6 +199,7 @@ class AdminRoutes:
         return Response(status_code=200)
 
     async def stop_profile(self, request: Request) -> Response:
+        """End that, and write the traces."""
         call = await self._read(request)
         await _commanded(call.model(), Profile(""))
         return Response(status_code=200)
@@ -204,14 +212,17 @@ class AdminRoutes:
             for model in self._models]))
 
     async def is_sleeping(self, request: Request) -> Response:
+        """Whether a model sleeps."""
         call = await self._read(request)
         return _json(IsSleeping(call.model().master.residency.state == SLEEPING))
 
     async def is_paused(self, request: Request) -> Response:
+        """Whether a model is paused."""
         call = await self._read(request)
         return _json(IsPaused(call.model().master.residency.state == PAUSED))
 
     async def status(self, request: Request) -> Response:
+        """What every model is and has."""
         return _json(ServerStatus(__version__, [_status_of(model) for model in self._models]))
 
     async def _read(self, request: Request) -> AdminCall:

@@ -32,11 +32,13 @@ def health_router(context: ApiContext, vllm_names: bool = False) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
+        """Every model's metrics, for Prometheus."""
         text = render([model.master.metrics for model in context.models], vllm_names)
         return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/version")
     async def version() -> Response:
+        """This server's version."""
         return json_response(Version(__version__))
 
     return router

@@ -18,12 +18,14 @@ def models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
+        """The models that can be asked."""
         names = [name for model in context.models if context.admission.model_error(model) is None
                  for name in model.names]
         return json_response(ModelList([card(context.target(name)) for name in names]))
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
+        """One of them."""
         return json_response(card(context.target(name)))
 
     return router

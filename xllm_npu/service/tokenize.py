@@ -19,6 +19,7 @@ def tokenize_router(context: ApiContext) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
+        """The token ids of a prompt, or of messages by the chat template."""
         raw = await read_json(request)
         body: TokenizeChatBody | TokenizeBody
         if "messages" in raw:
@@ -35,6 +36,7 @@ def tokenize_router(context: ApiContext) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
         body = parse(DetokenizeBody, await read_json(request))
         target = context.target(body.model)
         for token in body.tokens:

@@ -38,7 +38,7 @@ export function drawLine(canvas, values, { length, ceiling = 0, ink = "--accent"
   let begun = false;
   const path = new Path2D();
   values.forEach((value, i) => {
-    if (value === null) { begun = false; return; }
+    if (value === null) return; // the line goes on to the next one
     if (begun) path.lineTo(x(i), y(value));
     else path.moveTo(x(i), y(value));
     begun = true;
@@ -52,13 +52,13 @@ export function drawLine(canvas, values, { length, ceiling = 0, ink = "--accent"
     pen.fill(path);
     pen.globalAlpha = 1;
   }
-  const last = values[values.length - 1];
-  if (last !== null) {
-    pen.fillStyle = colour(ink);
-    pen.beginPath();
-    pen.arc(x(values.length - 1), y(last), 2.5, 0, 7);
-    pen.fill();
-  }
+  let last = values.length - 1;
+  while (last > 0 && values[last] === null) last -= 1;
+  if (values[last] === null) return;
+  pen.fillStyle = colour(ink);
+  pen.beginPath();
+  pen.arc(x(last), y(values[last]), 2.5, 0, 7);
+  pen.fill();
 }
 
 // A field of cells of which a share is filled: one for each block, or as many as there is room for.
