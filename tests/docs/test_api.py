@@ -2,7 +2,7 @@
 
 from tests.docs.markdown import ROOT
 from xllm_npu.service.api_table import PURPOSES, document
-from xllm_npu.service.protocol import IGNORED, ChatBody
+from xllm_npu.service.protocol import GUIDED, IGNORED, ChatBody
 from xllm_npu.service.unsupported import UNSUPPORTED
 
 
@@ -23,7 +23,7 @@ def test_every_field_of_chat_has_a_verdict():
     assert rows["`messages`"] == "required"
     for name in ChatBody.model_fields:
         assert rows[f"`{name}`"] in ("supported", "required")
-    for name in IGNORED - ChatBody.model_fields.keys():
+    for name in (IGNORED | GUIDED) - ChatBody.model_fields.keys():
         assert rows[f"`{name}`"] == "ignored"
     for name in UNSUPPORTED.keys() - ChatBody.model_fields.keys():
         assert rows[f"`{name}`"].startswith("refused")

@@ -17,10 +17,10 @@ from xllm_npu.service.protocol import IGNORED, ChatBody, CompletionBody
 from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
-             "docs/requests.md", "docs/tools-and-reasoning.md", "docs/models.md", "docs/parallelism.md", "docs/gpu.md",
-             "docs/install-npu.md", "docs/kernels.md", "docs/memory.md", "docs/several-models.md")
-             "docs/requests.md", "docs/models.md", "docs/parallelism.md", "docs/gpu.md", "docs/install-npu.md",
-             "docs/api.md", "docs/operations.md", "docs/security.md", "docs/kernels.md", "docs/memory.md", "docs/several-models.md")
+             "docs/requests.md", "docs/structured-output.md",
+             "docs/tools-and-reasoning.md", "docs/models.md", "docs/parallelism.md",
+             "docs/gpu.md", "docs/install-npu.md", "docs/kernels.md", "docs/memory.md", "docs/several-models.md",
+             "docs/api.md", "docs/operations.md", "docs/security.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
 # Flags that are pip's, docker's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--no-deps", "--force-reinstall", "--yes", "--json", "--help", "--flag",

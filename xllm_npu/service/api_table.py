@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xllm_npu.config.settings import Settings
@@ -17,18 +17,25 @@ from xllm_npu.service.admin import AdminRoutes
 from xllm_npu.service.app import coordinator, create_app
 from xllm_npu.service.console import STATE_PATH
 from xllm_npu.service.openapi import BODIES
-from xllm_npu.service.protocol import IGNORED, Body, GenerationBody
+from xllm_npu.service.protocol import GUIDED, IGNORED, Body, GenerationBody
 from xllm_npu.service.unsupported import UNSUPPORTED
 
 HEAD = """# The HTTP API
 
-Made from the code by `make api-docs`. What fields mean: [requests.md](requests.md). Every field may be null, which means
-its default; a wrong value is answered with 400 and the field's name in `param`; fields that nobody knows are ignored.
+Made from the code by `make api-docs`. What fields mean: [requests.md](requests.md). Every field may be null, which
+means its default; a wrong value is answered with 400 and the field's name in `param`; fields that nobody knows are
+ignored.
 """
 # Of routes whose function says nothing.
 PURPOSES = {
     "/v1/chat/completions": "OpenAI's chat completions.",
     "/v1/completions": "OpenAI's completions.",
+    "/v1/messages": "Anthropic's messages.",
+    "/v1/messages/count_tokens": "How many tokens they are.",
+    "/v1/responses": "OpenAI's responses.",
+    "/v1/responses/{id}": "One that was stored.",
+    "/v1/responses/{id}/cancel": "Refused: none run in the background.",
+    "/v1/responses/{id}/input_items": "What it was asked.",
 }
 CONSOLE = (("GET", "/", "The web console."), ("GET", STATE_PATH, "The figures of its live page."))
 
@@ -76,7 +83,7 @@ def _fields(kind: type[Body]) -> Iterator[tuple[str, str, str]]:
         yield f"`{name}`", text, "required" if field.is_required() else "supported"
     if issubclass(kind, GenerationBody):
         known = kind.model_fields.keys()
-        for name in sorted(IGNORED - known):
+        for name in sorted((IGNORED | GUIDED) - known):
             yield f"`{name}`", "any", "ignored"
         for name in sorted(UNSUPPORTED.keys() - known):
             yield f"`{name}`", "any", "refused, unless it asks for nothing"
@@ -109,7 +116,7 @@ def _bounds(schema: dict[str, Any]) -> str:
     return f", up to {schema['maxLength']} characters" if "maxLength" in schema else ""
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

@@ -29,9 +29,9 @@ from xllm_npu.service.models import models_router
 from xllm_npu.service.openapi import describe
 from xllm_npu.service.rate_limit import RateLimitMiddleware
 from xllm_npu.service.request_id import RequestIdMiddleware
+from xllm_npu.service.request_log import RequestLogMiddleware
 from xllm_npu.service.response_store import ResponseStore
 from xllm_npu.service.responses import responses_router
-from xllm_npu.service.request_log import RequestLogMiddleware
 from xllm_npu.service.root_path import RootPathMiddleware
 from xllm_npu.service.tokenize import tokenize_router
 from xllm_npu.service.trace_context import TraceContextMiddleware
@@ -51,7 +51,8 @@ def create_app(
     residency = residency or coordinator(models, service)
     admission = admission or Admission(models, service.max_concurrent_requests, service.max_queued_requests)
     context = ApiContext(models, admission, residency)
-    app = FastAPI(title="xllm-npu", version=__version__)
+    # FastAPI's pages for the document load scripts from elsewhere, into the origin of the console with its API key.
+    app = FastAPI(title="xllm-npu", version=__version__, docs_url=None, redoc_url=None)
     store = ResponseStore(service.responses_store_size)
     app.include_router(responses_router(context, store))
     for router in (chat_router, messages_router, completions_router, models_router, tokenize_router):
