@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_model import EOS, byte_tokenizer
 from xllm_npu.config.load import settings_from_kwargs
+from xllm_npu.execution.constrained_decoding import TOO_COMPLEX, ConstrainedDecoding
+from xllm_npu.master import engine_loop
 from xllm_npu.master.engine_loop import EngineLoop
 from xllm_npu.state.messages import FINISH_ERROR, FINISH_STOP, SEQUENCES_PER_REQUEST, AddRequest, Finished
 from xllm_npu.state.sampling_params import SamplingParams
@@ -208,3 +211,44 @@ def test_requests_leave_while_their_grammar_is_compiled(tiny_dir):
         run.loop.scheduler.check_integrity()
         run.finish()
     assert set(run.tokens) == {sequence_key(1, 1), sequence_key(1, 2), sequence_key(2, 0), sequence_key(2, 2)}
+
+
+def test_others_go_on_while_a_grammar_is_compiled(tiny_dir, monkeypatch):
+    """The tables of the tokens take their time; who needs none does not wait for them."""
+    real, may_load = engine_loop._grammar_compiler, threading.Event()
+
+    def slow(*args):
+        assert may_load.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(engine_loop, "_grammar_compiler", slow)
+    with Run(tiny_dir) as run:
+        run.submit(1, [80, 81], grammar=structured_output.regex("ok"))
+        run.submit(2, [80, 81], max_tokens=9)
+        while 2 * SEQUENCES_PER_REQUEST not in run.finished:
+            run.step()
+        assert SEQUENCES_PER_REQUEST not in run.tokens
+        assert run.loop.has_work()
+        may_load.set()
+        run.finish()
+        assert text_of(run.output(1)) == "ok"
+
+
+def test_a_sequence_whose_grammar_fails_ends_alone(tiny_dir, monkeypatch):
+    """As where a step would cost the parser more than it may."""
+    real, steps = ConstrainedDecoding.accept, []
+
+    def failing(self, tokens):
+        failures = real(self, tokens)
+        steps.append(tokens.size)
+        return {0: TOO_COMPLEX} if len(steps) == 5 else failures
+
+    monkeypatch.setattr(ConstrainedDecoding, "accept", failing)
+    with Run(tiny_dir) as run:
+        for i in (1, 2):
+            run.submit(i, [80, 81 + i], grammar=structured_output.regex("[a-z]{20}"))
+        run.finish()
+        reasons = {i: run.reason(i) for i in (1, 2)}
+        [failed] = [i for i, reason in reasons.items() if reason == FINISH_ERROR]
+        assert run.finished[failed * SEQUENCES_PER_REQUEST].message == TOO_COMPLEX
+        assert len(text_of(run.output(3 - failed))) == 20
