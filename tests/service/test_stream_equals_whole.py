@@ -119,7 +119,7 @@ def nameless(items: list[dict]) -> list[dict]:
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(answers=st.lists(sequences(), min_size=1, max_size=3), tools=st.booleans(), parallel=st.booleans(),
        prompt_end=st.sampled_from(("", "<think>\n")))
 async def test_chat(answers, tools, parallel, prompt_end):
@@ -131,7 +131,7 @@ async def test_chat(answers, tools, parallel, prompt_end):
     assert folded_choices(chunks, len(answers)) == whole_choices(whole)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(answer=sequences(), prompt_end=st.sampled_from(("", "<think>\n")))
 async def test_messages_and_responses(answer, prompt_end):
     master = master_that_says([answer], prompt_end)
