@@ -1,6 +1,7 @@
 """The console without a browser: its files, its headers, and the figures of its live page."""
 
 import re
+from importlib import resources
 
 import pytest
 
@@ -37,6 +38,10 @@ async def test_the_page_names_only_files_that_exist(client):
         assert set(re.findall(r"from \"\./([^\"]+)\"", text)) <= set(scripts)
         assert "innerHTML" not in text
         assert not re.search(r"\beval\(|document\.write|insertAdjacentHTML|outerHTML", text)
+
+
+def test_the_package_has_these_files_and_no_other():
+    assert {file.name for file in (resources.files("xllm_npu.service") / "console_static").iterdir()} == set(FILES)
 
 
 @pytest.mark.parametrize("path", ["/console/", "/console/../console.py", "/console/%2e%2e/console.py", "/console/x.js"])
