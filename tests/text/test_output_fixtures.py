@@ -1,7 +1,7 @@
 """Every fixture of canitoolcall, model outputs of many families with the one right parse of each, in many cuttings.
 
-A fixture passes as its specification says: content and reasoning but for white space around them, arguments as JSON
-values, and an output that was cut short makes no call.
+Content and reasoning must be right to the last blank, arguments as JSON values; an output that was cut short makes no
+call.
 """
 
 import json
@@ -35,6 +35,9 @@ FORMATS = [
     ("mistral", "", "mistral", "mistral"),
 ]
 
+# Here, white space around content does not count.
+SOFT = {"gemma4/vllm-text-before-call": "gemma4/sglang-text-before-call keeps the blank before a call that this drops"}
+
 
 @cache
 def families():
@@ -53,6 +56,7 @@ def fixtures():
 
 def test_all_are_here():
     assert len(fixtures()) == 469
+    assert set(SOFT) <= {one["id"] for _, all_ in families().values() for one in all_}
 
 
 def prompt_of(fixture):
@@ -115,8 +119,10 @@ def problem_of(fixture, result):
         accepted = fixture["expected_error"]["accept"]
         right = not calls and ("no_tool_calls" in accepted or content.strip() == fixture["raw_output"].strip())
         return None if right else f"accepts {accepted}, got {result}"
-    wanted = ((expected["content"] or "").strip(), (expected["reasoning_content"] or "").strip(),
+    if fixture["id"] in SOFT:
+        content = content.strip()
+    wanted = (expected["content"] or "", expected["reasoning_content"] or "",
               [(call["name"], call["arguments"]) for call in expected["tool_calls"]])
-    got = (content.strip(), reasoning.strip(), [(name, json.loads(arguments)) for name, arguments, _ in calls])
+    got = (content, reasoning, [(name, json.loads(arguments)) for name, arguments, _ in calls])
     equal = json.dumps(got, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # in Python 1 == True
     return None if equal else f"expected {wanted}, got {got}"

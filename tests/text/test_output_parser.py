@@ -91,6 +91,21 @@ def test_text_around_calls(name):
     assert re.sub(r"\s+", " ", content) == "One. two"
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_white_space_before_and_between_calls(name):
+    """It is the format's, where the format has it; elsewhere it is the model's."""
+    call = CALLS[name]
+    content, _, _ = parse(parser(name), [f"One.\n\n{call}\n{call}\n"])
+    assert content == ("One." if FORMATS[name].trims else "One.\n\n\n\n")
+    content, _, _ = parse(parser(name), [f"One.\n\n{call}\n\nTwo. "])
+    assert content == ("One.\n\nTwo." if FORMATS[name].trims else "One.\n\n\n\nTwo. ")
+
+
+def test_a_section_that_the_model_did_not_close():
+    text = CALLS["kimi_k2"].removesuffix("<|tool_calls_section_end|>") + "\n"
+    assert parse(parser("kimi_k2"), [text]) == ("", "", [WEATHER])
+
+
 @pytest.mark.parametrize("name", {**CALLS, **ENVELOPED})
 def test_nobody_sees_a_call_before_it_is_whole(name):
     """At each character: no call or the whole call; and where the text is cut before, nothing of it."""

@@ -45,8 +45,6 @@ def typed(text: str, schema: Any, root: dict[str, Any]) -> str:
     types = types_of(schema, root)
     if not types:
         return json_or_string(text)
-    if types == {"string"}:
-        return dumped(text)
     word = _PYTHON.get(text.strip(), text.strip())
     if "boolean" in types:
         word = word.lower() if word.lower() in ("true", "false") else word
