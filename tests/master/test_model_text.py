@@ -42,8 +42,8 @@ def test_the_formats_of_a_model(directory: Path, settings: dict, architecture: s
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
     assert template
     assert (chosen.name_of_tools, chosen.name_of_reasoning) == (calls, reasoning)
-    assert chosen.special_tokens == {"<end>": tokenizer.eos_token_id}
-    assert "<tool_call>" in tokenizer.added_tokens
+    assert chosen.marker_ids == tokenizer.added_tokens
+    assert set(chosen.marker_ids) == {"<end>", "<tool_call>"}
 
 
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])

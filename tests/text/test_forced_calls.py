@@ -5,6 +5,8 @@ than calls that the same format's parser finds, with arguments that fit the tool
 import json
 import random
 
+import llguidance
+import llguidance.numpy as numpy_masks
 import numpy as np
 import pytest
 
@@ -12,9 +14,6 @@ from xllm_npu.text.output_events import Reasoning, ToolCall
 from xllm_npu.text.output_format import ModelHints, output_format
 from xllm_npu.text.tool_calls.registry import FORMATS
 from xllm_npu.text.tool_spec import ToolSpec
-
-llguidance = pytest.importorskip("llguidance")
-numpy_masks = pytest.importorskip("llguidance.numpy")
 
 WEATHER = ToolSpec("get_weather", {
     "type": "object",
@@ -99,12 +98,13 @@ class Bytes:
 
 def special_of(name, kind):
     """The format's markers are plain text, or tokens; no vocabulary has whole tags with attributes as tokens."""
-    return sorted({m for m in FORMATS[name].markers if m[0] in "<[" and "=" not in m}) if kind == "tokens" else []
+    markers = {m for m in FORMATS[name].markers if "=" not in m}
+    return sorted(m for m in markers if not any(o in m for o in markers - {m})) if kind == "tokens" else []
 
 
 def format_of(name, kind, reasoning=None):
     vocabulary = Bytes(special_of(name, kind))
-    hints = ModelHints(special_tokens={text: 257 + i for i, text in enumerate(vocabulary.special)})
+    hints = ModelHints(marker_ids={text: 257 + i for i, text in enumerate(vocabulary.special)})
     tokenizer = llguidance.LLTokenizer(llguidance._tokenizer.TokenizerWrapper(vocabulary))
     return output_format(name, reasoning, hints), vocabulary, tokenizer
 

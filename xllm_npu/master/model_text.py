@@ -44,8 +44,7 @@ def load_text(settings: Settings, ready: EngineReady) -> tuple[Tokenizer, ChatTe
     tokenizer = Tokenizer(Path(settings.model.tokenizer or ready.tokenizer_dir))
     tokenizer.encode("The first call builds tables that no request should wait for.")
     template = ChatTemplate.of(tokenizer, settings.model.chat_template)
-    special = {text: i for text, i in tokenizer.added_tokens.items() if i in tokenizer.special_ids}
-    hints = ModelHints(ready.architecture, template.text, special, frozenset(tokenizer.added_tokens))
+    hints = ModelHints(ready.architecture, template.text, tokenizer.marker_ids, frozenset(tokenizer.added_tokens))
     chosen = output_format(settings.service.tool_call_parser, settings.service.reasoning_parser, hints)
     log.info("tool calls: %s; reasoning: %s", chosen.name_of_tools or "none", chosen.name_of_reasoning or "none")
     return tokenizer, template, chosen

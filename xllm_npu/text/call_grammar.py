@@ -1,8 +1,8 @@
 """Grammars of forced calls: the Lark text, in llguidance's dialect, that a format's calls are put together in.
 
-Fixed text that is a special token of the vocabulary is named by its id, as llguidance lets only such names match
-special tokens. JSON is left to llguidance; bare values have what this module can say of them: the values of `enum` and
-`const`, the bounds of a string's length, and the parameters in the schema's order, of which only required ones must be.
+Markers that are tokens of the vocabulary are named by their ids, as to llguidance these tokens are no text. JSON is
+left to llguidance; bare values have what this module can say of them: the values of `enum` and `const`, the bounds of
+a string's length, and the parameters in the schema's order, of which only required ones must be.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Expression(str):
 class CallGrammar:
     """Collects rules; `text` is the grammar once there is a rule `start`."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special = special_tokens
-        longest_first = sorted(special_tokens, key=len, reverse=True)
+    def __init__(self, marker_ids: Mapping[str, int]) -> None:
+        """See `Tokenizer.marker_ids`."""
+        self._ids = marker_ids
+        longest_first = sorted(marker_ids, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self._rules: list[str] = []
         self._count = 0
@@ -51,7 +52,7 @@ class CallGrammar:
 
     def literal(self, text: str) -> Expression:
         parts = [part for part in (self._split.split(text) if self._split else [text]) if part]
-        return Expression(" ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+        return Expression(" ".join(f"<[{self._ids[part]}]>" if part in self._ids else _quoted(part)
                                    for part in parts) or '""')
 
     def sequence(self, *parts: str) -> Expression:
@@ -61,9 +62,9 @@ class CallGrammar:
     def one_of(self, parts: Sequence[str]) -> Expression:
         return self.rule(Expression(" | ".join(self.sequence(p) for p in parts)))
 
-    def rule(self, expression: Expression, options: str = "") -> Expression:
+    def rule(self, expression: Expression, options: str = "", terminal: bool = False) -> Expression:
         self._count += 1
-        name = Expression(f"r{self._count}")
+        name = Expression(f"{'T' if terminal else 'r'}{self._count}")
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
@@ -72,9 +73,12 @@ class CallGrammar:
 
     def text_up_to(self, after: str, pattern: str = _TEXT) -> Expression:
         """Any text, and `after`, which is not in it."""
-        if any(after.startswith(token) for token in self._special):
-            return self.sequence(self.rule(Expression(pattern)), after)
-        return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
+        before, *rest = self._split.split(after, 1) if self._split else [after]
+        if not rest:
+            return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
+        # The token ends the text, and with it what comes before the token.
+        text = self.rule(Expression(f"{pattern} {_quoted(before)}" if before else pattern), terminal=True)
+        return self.sequence(text, *rest)
 
     def regex(self, pattern: str) -> Expression:
         return self.rule(Expression(f"/{pattern}/"))

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ModelHints:
-    """The architecture's name, the chat template's text (of several, all), the special tokens with their ids, and all
-    added tokens.
+    """The architecture's name, the chat template's text (of several, all), the tokens that are no text to a grammar
+    with their ids (see `Tokenizer.marker_ids`), and all added tokens.
     """
 
     architecture: str = ""
     chat_template: str = ""
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
     added_tokens: frozenset[str] = frozenset()
 
 

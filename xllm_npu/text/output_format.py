@@ -31,7 +31,7 @@ class OutputFormat:
 
     calls: ToolCallFormat | None
     reasoning: ReasoningTags | Envelope | None
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name_of_tools(self) -> str | None:
@@ -64,7 +64,7 @@ class OutputFormat:
         """Lark for llguidance: what the model may write after `prompt` before its answer begins, or with `for_call`
         its first call; a grammar of the answer goes after it. None if nothing comes before.
         """
-        grammar = CallGrammar(self.special_tokens)
+        grammar = CallGrammar(self.marker_ids)
         before = self.reasoning.grammar_before(grammar, prompt, for_call) if self.reasoning is not None else None
         if before is None:
             return None
@@ -76,7 +76,7 @@ class OutputFormat:
         nothing else. Without a format of its own the model writes bare JSON.
         """
         calls = self.calls or tool_call_formats.FORMATS["json"]
-        grammar = CallGrammar(self.special_tokens)
+        grammar = CallGrammar(self.marker_ids)
         call = grammar.one_of([grammar.rule(grammar.sequence(calls.grammar_of_call(grammar, tool))) for tool in tools])
         begin, end = calls.section
         more = ""
@@ -95,7 +95,7 @@ def output_format(tool_parser: str | None, reasoning_parser: str | None, model: 
                     tool_call_formats.ALIASES)
     tags = _chosen(reasoning_parser, "reasoning_parser", format_of_reasoning(model), reasoning_formats.FORMATS,
                    reasoning_formats.ALIASES)
-    return OutputFormat(calls, tags, model.special_tokens)
+    return OutputFormat(calls, tags, model.marker_ids)
 
 
 def _chosen(name: str | None, flag: str, auto: str | None, formats: Mapping[str, F],
