@@ -22,12 +22,12 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 NPU_INSTALLED := $(NPU_VENV)/.installed-npu
 KERNELS := build/.cpu-kernels
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist loadfile
-EVERY_CHANGE := not slow and not npu_lab and not cuda and not ray
+EVERY_CHANGE := not slow and not npu_lab and not cuda and not ray and not clients
 NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no test
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser api-docs clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser test-clients api-docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,11 +42,15 @@ test: install-dev $(KERNELS)  ## all tests that need nothing but this machine, i
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
-	$(BIN)/python -m pytest --hypothesis-profile default -m "not npu_lab and not cuda and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile default -m "not npu_lab and not cuda and not ray and not clients" $(PYTEST_ARGS)
 
 test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (installs the extra)
 	$(PIP) -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
+
+test-clients: install-dev  ## litellm, LangChain and instructor against the server (into build/clients, with what they need)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -q --upgrade --target build/clients -r tests/clients/requirements.txt
+	PYTHONPATH=build/clients $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 test-browser: install-dev  ## the web console in a headless Chromium (needs one: apt-get install chromium)
 	XLLM_NPU_TEST_BROWSER=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)

@@ -17,8 +17,8 @@ from xllm_npu.service.context import Target
 from xllm_npu.service.generation import generation_input, truncated
 from xllm_npu.service.protocol import ChatBody
 from xllm_npu.service.sampling import sampling_params
-from xllm_npu.service.structured import checked_grammar
 from xllm_npu.service.tools import Tools, read_tools
+from xllm_npu.service.turn_grammar import turn_grammar
 from xllm_npu.state.output import SequenceDelta
 from xllm_npu.state.sampling_params import MAX_LOGPROBS, InvalidParameter, SamplingParams
 from xllm_npu.text.output_events import Content, Event, Reasoning, ToolCall
@@ -62,13 +62,13 @@ async def chat_turn(target: Target, body: ChatBody, id: str) -> ChatTurn:
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = sampling_params(body, target.master.default_sampling, max_tokens=_max_tokens(body),
                              logprobs=_logprobs(body))
-    if tools.forced:
-        raise InvalidParameter("tool_choice", "tool_choice: a forced call is not supported in this version.")
     format = target.master.output_format
+    if tools.callable and format.name_of_tools is None:
+        raise InvalidParameter("tools", "tools are refused: this server reads no calls (--tool-call-parser none).")
     if format.name_of_reasoning is not None or tools.callable:
         params = replace(params, shown_special_tokens=tuple(sorted(format.shown_special_tokens)))
-    params = replace(params, grammar=await checked_grammar(target.master, body))
     prompt = await encode_messages(target.master, body, tools)
+    params = replace(params, grammar=await turn_grammar(target.master, body, tools, prompt.text))
     token_ids = truncated(prompt.token_ids, body, params.max_tokens, target.info)
     return ChatTurn(body, id, target, int(time.time()), params, tools, prompt.text, token_ids)
 

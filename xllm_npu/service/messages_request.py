@@ -12,6 +12,7 @@ from pydantic import Field
 
 from xllm_npu.service.errors import quote
 from xllm_npu.service.protocol import Body, ChatBody, Int32, Strings
+from xllm_npu.service.structured import JsonSchemaBody, ResponseFormatBody
 from xllm_npu.state.sampling_params import InvalidParameter
 
 MIN_THINKING_BUDGET = 1024
@@ -202,6 +203,6 @@ def _output_config(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(format, dict) or format.get("type") != "json_schema":
             raise InvalidParameter("output_config.format", "output_config.format must be an object of type "
                                    f"'json_schema', got {quote(format)}.")
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "output",
-                                                                            "schema": format.get("schema")}}
+        fields["response_format"] = ResponseFormatBody(
+            type="json_schema", json_schema=JsonSchemaBody(name="output", schema=format.get("schema")))
     return fields

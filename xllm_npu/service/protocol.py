@@ -172,16 +172,25 @@ def parse(kind: type[B], body: dict[str, Any]) -> B:
     unknown = body.keys() - kind.model_fields.keys() - IGNORED - guided - UNSUPPORTED.keys()
     if unknown:
         logger.debug("unknown request fields ignored: %s", ", ".join(quote(name) for name in sorted(unknown)[:20]))
+    return validated(kind, body)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validated(kind: type[M], value: dict[str, Any], where: str = "") -> M:
+    """`value`, which stands at `where` in the request, as a `kind`; InvalidParameter as for `parse`."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(value)
     except ValidationError as exc:
-        raise _first_error(exc, body) from None
+        raise _first_error(exc, value, where) from None
 
 
-def _first_error(exc: ValidationError, body: dict[str, Any]) -> InvalidParameter:
+def _first_error(exc: ValidationError, body: dict[str, Any], where: str) -> InvalidParameter:
     error = exc.errors(include_url=False, include_context=False)[0]
     path = [step for step in error["loc"] if step != "[key]"]
-    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")[:200]
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    param = (where + param).lstrip(".")[:200]
     if error["type"] == "missing":
         return InvalidParameter(param, f"{param} is required.")
     value: Any = body

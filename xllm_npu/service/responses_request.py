@@ -13,7 +13,8 @@ from pydantic import Field
 
 from xllm_npu.service.chat_messages import call_arguments
 from xllm_npu.service.errors import quote
-from xllm_npu.service.protocol import Body, ChatBody, Int32, Int64, Strings
+from xllm_npu.service.protocol import Body, ChatBody, Int32, Int64, Strings, validated
+from xllm_npu.service.structured import ResponseFormatBody
 from xllm_npu.state.sampling_params import InvalidParameter
 
 MAX_ITEMS = 4096
@@ -215,13 +216,13 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
-def _format(format: Any) -> dict[str, Any] | None:
+def _format(format: Any) -> ResponseFormatBody | None:
     """text.format to response_format: the schema's fields are one level deeper there."""
     if format is None:
         return None
     if not isinstance(format, dict) or not isinstance(format.get("type"), str):
         raise InvalidParameter("text.format", f"text.format must be an object with a type, got {quote(format)}.")
-    if format["type"] != "json_schema":
-        return format
-    inner = {name: format[name] for name in ("name", "description", "schema", "strict") if name in format}
-    return {"type": "json_schema", "json_schema": inner}
+    if format["type"] == "json_schema":
+        inner = {name: format[name] for name in ("name", "description", "schema", "strict") if name in format}
+        format = {"type": "json_schema", "json_schema": inner}
+    return validated(ResponseFormatBody, format, "text.format")
