@@ -9,9 +9,13 @@ import llguidance
 import llguidance.numpy as numpy_masks
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
+from xllm_npu.text.grammar_matcher import MatcherFactory
 from xllm_npu.text.output_events import Reasoning, ToolCall
 from xllm_npu.text.output_format import ModelHints, output_format
+from xllm_npu.text.tokenizer import Tokenizer
 from xllm_npu.text.tool_calls.registry import FORMATS
 from xllm_npu.text.tool_spec import ToolSpec
 
@@ -219,3 +223,33 @@ def fits(name, arguments):
 def fits_place(place):
     return isinstance(place, dict) and set(place) - {"height"} == {"name"} and isinstance(place["name"], str) and (
         place.get("height") is None or (type(place["height"]) in (int, float) and place["height"] <= 9000))
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_with_a_tokenizer_that_has_the_markers(tmp_path, special):
+    """What the tokenizer's library makes of a call is what the engine's matcher takes, in its marker tokens."""
+    backend = Backend(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in markers])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = Tokenizer(tmp_path)
+    format = output_format("hermes", "qwen3", ModelHints(marker_ids=tokenizer.marker_ids))
+    thought = "Hm, <think.\n</think>\n\n"
+    grammar = json.dumps({"grammars": [
+        {"lark_grammar": "start: @before @calls"},
+        {"name": "before", "lark_grammar": format.reasoning_grammar("<think>\n", True)},
+        {"name": "calls", "lark_grammar": format.forced_call_grammar(TOOLS, True)}]})
+    end = tokenizer.added_tokens["<|im_end|>"]
+    matcher = MatcherFactory(backend.to_str(), tokenizer.vocab_size, [end]).matcher(grammar)
+    ids = tokenizer.encode(f"{thought}{CALLS['hermes']}\n{CALLS['hermes']}")
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+    shown = tokenizer.detokenizer(shown_special_tokens=format.shown_special_tokens)
+    parser = format.parser(TOOLS, "<think>\n")
+    events = [event for i in ids for event in parser.push(shown.push(i))] + parser.finish(False)
+    assert "".join(e.text for e in events if isinstance(e, Reasoning)) == "Hm, <think."
+    assert [e.name for e in events if isinstance(e, ToolCall)] == ["get_weather", "get_weather"]
