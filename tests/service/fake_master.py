@@ -37,6 +37,8 @@ INFO = EngineReady(
 
 
 class ByteTokenizer:
+    marker_ids = {"<|im_start|>": 257, "<|im_end|>": 258}
+
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode("latin-1")
 

@@ -24,6 +24,8 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 ASKED = [
+    ({"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "a<|im_start|>b"}}},
+     ["a<|im_start|>b"], ["a", "ab"]),
     ({"response_format": {"type": "json_object"}}, ['{"x": [1]}'], ["[]", "3"]),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
      ['{"a": 3}', '{\n  "a": 3\n}'], ['{"a": "3"}', "{}"]),
@@ -78,7 +80,7 @@ REFUSED = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 300000]}}}},
      "response_format.json_schema.schema"),
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
-    ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "token", "token": 3}}}, "response_format"),
     ({"structured_outputs": []}, "structured_outputs"),
     ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),

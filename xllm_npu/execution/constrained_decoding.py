@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from xllm_npu.execution.grammar_cache import GrammarCache
+from xllm_npu.execution.sampling_state import to_device
 
 Int32Array = npt.NDArray[np.int32]
 MASK_THREADS = 16
@@ -43,8 +44,7 @@ class GrammarMask:
 
     def apply(self, logits: torch.Tensor) -> None:
         """`logits` [S, V], changed in place."""
-        rows = torch.from_numpy(self.positions.astype(np.int32)).to(logits.device, non_blocking=True)
-        self.token_bitmask(logits, self.bitmask, rows)
+        self.token_bitmask(logits, self.bitmask, to_device(self.positions.astype(np.int32), logits.device))
 
 
 class ConstrainedDecoding:

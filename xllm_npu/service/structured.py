@@ -7,7 +7,7 @@ the field, down to `structured_outputs.regex`. Knows no tools and no reasoning: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,11 +60,11 @@ class StructuredOutputsBody(_Part):
     disable_fallback: bool | None = None  # there is none
 
 
-def request_grammar(body: GenerationBody) -> str | None:
-    """None where the text is free. Raises InvalidParameter."""
-    grammar = _of_format(body.response_format) if body.response_format is not None else None
+def request_grammar(body: GenerationBody, marker_ids: Mapping[str, int] | None = None) -> str | None:
+    """None where the text is free. Raises InvalidParameter. `marker_ids`: the tokenizer's."""
+    grammar = _of_format(body.response_format, marker_ids) if body.response_format is not None else None
     if body.structured_outputs is not None:
-        other = _of_structured_outputs(body.structured_outputs)
+        other = _of_structured_outputs(body.structured_outputs, marker_ids)
         if grammar is not None and other is not None:
             raise InvalidParameter("structured_outputs", "structured_outputs and response_format both ask for a form "
                                    "of the output; give one of them.")
@@ -93,13 +93,13 @@ async def check_grammar(master: LLMMaster, grammar: str, field: str) -> None:
 
 async def checked_grammar(master: LLMMaster, body: GenerationBody) -> str | None:
     """`request_grammar`, tried out."""
-    grammar = request_grammar(body)
+    grammar = request_grammar(body, master.tokenizer.marker_ids)
     if grammar is not None:
         await check_grammar(master, grammar, grammar_field(body))
     return grammar
 
 
-def _of_format(format: ResponseFormatBody) -> str | None:
+def _of_format(format: ResponseFormatBody, marker_ids: Mapping[str, int] | None) -> str | None:
     if format.type == "text":
         return None
     if format.type == "json_object":
@@ -111,8 +111,7 @@ def _of_format(format: ResponseFormatBody) -> str | None:
         return _of_schema("response_format.json_schema.schema", {"type": "object"} if schema is None else schema)
     given = {"type": format.type, "structures": format.structures, "triggers": format.triggers,
              "format": format.format}
-    return _made("response_format", structured_output.structural_tag,
-                 {name: value for name, value in given.items() if value is not None})
+    return _of_tag("response_format", {name: value for name, value in given.items() if value is not None}, marker_ids)
 
 
 def _kinds(given: StructuredOutputsBody) -> list[str]:
@@ -121,7 +120,7 @@ def _kinds(given: StructuredOutputsBody) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def _of_structured_outputs(given: StructuredOutputsBody) -> str | None:
+def _of_structured_outputs(given: StructuredOutputsBody, marker_ids: Mapping[str, int] | None) -> str | None:
     kinds, name = _kinds(given), "structured_outputs"
     if not kinds:
         return None
@@ -140,9 +139,7 @@ def _of_structured_outputs(given: StructuredOutputsBody) -> str | None:
         return _made(f"{name}.grammar", structured_output.lark, given.grammar)
     if given.structural_tag is not None:
         tag = _json_of(f"{name}.structural_tag", given.structural_tag)
-        if not isinstance(tag, dict):
-            raise InvalidParameter(f"{name}.structural_tag", f"{name}.structural_tag must be an object.")
-        return _made(f"{name}.structural_tag", structured_output.structural_tag, tag)
+        return _of_tag(f"{name}.structural_tag", tag, marker_ids)
     schema = {"type": "object"} if given.json_ is None else _json_of(f"{name}.json", given.json_)
     return _of_schema(f"{name}.json", schema, whitespace)
 
@@ -151,6 +148,12 @@ def _of_schema(field: str, schema: Any, whitespace: str = structured_output.WHIT
     if not isinstance(schema, dict | bool):
         raise InvalidParameter(field, f"{field} must be a JSON schema, got {quote(schema)}.")
     return _made(field, lambda s: structured_output.json_schema(s, whitespace), schema)
+
+
+def _of_tag(field: str, tag: Any, marker_ids: Mapping[str, int] | None) -> str:
+    if not isinstance(tag, dict):
+        raise InvalidParameter(field, f"{field} must be an object.")
+    return _made(field, lambda t: structured_output.structural_tag(t, marker_ids), tag)
 
 
 def _whitespace(given: StructuredOutputsBody) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 MAX_ERROR_CHARS = 500
+MAX_LEXER_STATES = 1 << 16  # of a matcher, each one to two kB; text of up to that many characters needs as many at most
 
 
 class GrammarError(ValueError):
@@ -71,7 +72,7 @@ class MatcherFactory:
         text_only = Backend.from_str(json.dumps({**described, "added_tokens": [], "post_processor": None}))
         wrapper: Any = _TextTokenizer(whole, text_only, eos[0])
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=eos)
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
         """At the grammar's beginning. Raises GrammarError."""

@@ -46,7 +46,7 @@ def with_whitespace(schema: dict[str, Any] | bool, whitespace: str = WHITESPACE)
 
 def regex(pattern: str) -> str:
     """The whole output matches `pattern`, in the syntax of the Rust crate `regex`; no look-around, no references."""
-    return _serialized({"lark_grammar": f"start: {_regex_literal(pattern)}"})
+    return _serialized({"lark_grammar": f"start: {regex_literal(pattern)}"})
 
 
 def choice(options: Sequence[str]) -> str:
@@ -71,44 +71,13 @@ def lark(text: str) -> str:
     return _serialized({"lark_grammar": text})
 
 
-def structural_tag(tag: Mapping[str, Any]) -> str:
-    """Free text with parts that have a form, in vLLM's first notation.
+def structural_tag(tag: Mapping[str, Any], marker_ids: Mapping[str, int] | None = None) -> str:
+    """Text with parts that have a form; see structural_tag.py. `marker_ids`: the tokenizer's."""
+    from xllm_npu.text.structural_tag import lark_of  # which is made of the forms here
 
-    {"structures": [{"begin": "<f>", "schema": {...}, "end": "</f>"}, ...], "triggers": ["<f"]}: wherever the text comes
-    to a trigger, what follows must be the rest of a `begin` that begins with it, JSON of the schema, and the `end`.
-    """
-    if "format" in tag:
-        raise ValueError('takes "structures" and "triggers"; "format" is not supported')
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
-        raise ValueError('needs "structures" and "triggers", lists with at least one element')
     size = len(json.dumps(tag, ensure_ascii=False))
     _bound(size, MAX_SCHEMA_CHARS, "takes at most {limit} characters of JSON, got {size}")
-    by_trigger: dict[str, list[str]] = {}
-    for i, one in enumerate(structures):
-        trigger, body = _structure(one, triggers, f"structures[{i}]")
-        by_trigger.setdefault(trigger, []).append(body)
-    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(by_trigger)))})* TEXT", f"TEXT: {_ANY_TEXT}"]
-    for i, (trigger, bodies) in enumerate(by_trigger.items()):
-        rules.append(f"tag_{i}: until_{i} ({' | '.join(bodies)})")
-        rules.append(f"until_{i}[lazy]: TEXT {literal(trigger)}")
-    return _serialized({"lark_grammar": "\n".join(rules)})
-
-
-def _structure(one: Any, triggers: Sequence[Any], where: str) -> tuple[str, str]:
-    """(its trigger, Lark for what comes after that)"""
-    if not isinstance(one, dict) or not isinstance(one.get("begin"), str) or not isinstance(one.get("end", ""), str):
-        raise ValueError(f'has {where}, which must have the texts "begin" and "end"')
-    trigger = next((t for t in triggers if isinstance(t, str) and t and one["begin"].startswith(t)), None)
-    if trigger is None:
-        raise ValueError(f"has {where}, whose begin starts with none of the triggers")
-    schema = one.get("schema", True)
-    if not isinstance(schema, dict | bool):
-        raise ValueError(f"has {where}, whose schema is no JSON schema")
-    rest, end = one["begin"][len(trigger):], one.get("end", "")
-    parts = [literal(rest) if rest else "", f"%json {json.dumps(with_whitespace(schema), ensure_ascii=False)}",
-             literal(end) if end else ""]
-    return trigger, " ".join(filter(None, parts))
+    return _serialized(*lark_of(tag, marker_ids or {}))
 
 
 def after_reasoning(grammar: str, end_marker: str, marker_ids: Mapping[str, int]) -> str:
@@ -140,7 +109,7 @@ def marked(text: str, marker_ids: Mapping[str, int]) -> str:
     return marker(marker_ids[text]) if text in marker_ids else literal(text)
 
 
-def _regex_literal(pattern: str) -> str:
+def regex_literal(pattern: str) -> str:
     """`pattern` between the slashes of Lark, without anchors at its ends: it has to match everything anyway."""
     _bound(len(pattern), MAX_REGEX_CHARS, "takes at most {limit} characters, got {size}")
     if not pattern:
