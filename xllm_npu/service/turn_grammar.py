@@ -24,7 +24,7 @@ Grammars = list[dict[str, Any]]  # llguidance's list: matching begins with the f
 
 async def turn_grammar(master: LLMMaster, body: ChatBody, tools: Tools, prompt: str) -> str | None:
     """Tried out; None where the text is free. Raises InvalidParameter, and ApiError where there is no telling now."""
-    answer = request_grammar(body)
+    answer = request_grammar(body, master.tokenizer.marker_ids)
     if answer is None and not tools.forced:
         return None
     field = "tools" if tools.forced else grammar_field(body)
