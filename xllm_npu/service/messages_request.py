@@ -169,7 +169,7 @@ def _tool_choice(choice: dict[str, Any]) -> tuple[Any, bool]:
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none",
                              "tool": {"type": "function", "function": {"name": choice.get("name")}}}
     kind = choice.get("type")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise InvalidParameter("tool_choice.type", f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', "
                                f"got {quote(kind)}.")
     return kinds[kind], choice.get("disable_parallel_tool_use") is not True
