@@ -141,8 +141,10 @@ class CallGrammar:
     # Values
 
     def _json_value(self, schema: Any, root: dict[str, Any]) -> Expression:
-        definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return self.json({**definitions, **(schema if isinstance(schema, dict) else {})})
+        schema = schema if isinstance(schema, dict) else {}
+        refers = '"$ref"' in dumped(schema)
+        definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if refers and key in root}
+        return self.json({**definitions, **schema})
 
     def _bare(self, schema: Any, root: dict[str, Any], after: str) -> Expression:
         """A string without quotes, and the text that ends it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 from xllm_npu.text.json_scanner import JsonScanner
@@ -56,6 +57,12 @@ class Markers:
             if text[at:] in self._prefixes:
                 return len(text) - at
         return 0
+
+
+@lru_cache(maxsize=256)
+def markers_of(strings: tuple[str, ...]) -> Markers:
+    """The same ones are looked for in every sequence of a model."""
+    return Markers(strings)
 
 
 class Ends:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.output_parser import Parse
-from xllm_npu.text.output_reader import Markers, Steps
+from xllm_npu.text.output_reader import Steps, markers_of
 from xllm_npu.text.tool_spec import ToolSpec
 
 _BREAKS = r"\n{0,2}"
@@ -103,7 +103,7 @@ def _read_reasoning(parse: Parse, calls: ToolCallFormat | None, tags: ReasoningT
         return
     events.begin_reasoning()
     openers = calls.openers if calls is not None and tags.ends_at_call else ()
-    markers = Markers((end, *openers))
+    markers = markers_of((end, *openers))
     while True:
         found = yield from reader.until(markers, events.reasoning)
         if found == end:
@@ -119,7 +119,7 @@ def _read_answer(parse: Parse, calls: ToolCallFormat | None) -> Steps[None]:
     while calls is None:
         rest = yield from reader.rest()
         events.content(rest)
-    markers = Markers(calls.openers + calls.line_openers)
+    markers = markers_of(calls.openers + calls.line_openers)
     while True:
         opener = yield from reader.until(markers, events.content)
         if opener in calls.line_openers and not events.at_line_start:
