@@ -32,6 +32,26 @@ def test_tokens_do_not_depend_on_scheduling(policy, prefix, chunked, overlap, nu
         assert driver.scheduler.stats.prefix_hits_total > 0
 
 
+@pytest.mark.parametrize(("overlap", "every", "num_blocks"), list(itertools.product((True, False), (1, 3), (120, 24))))
+def test_prefixes_that_are_forgotten_while_requests_run_change_no_token(overlap, every, num_blocks):
+    driver = Driver(overlap, policy="decode_first", enable_prefix_cache=True, num_blocks=num_blocks, vocab=50_000)
+    for i, prompt in enumerate(PROMPTS + PROMPTS):
+        driver.scheduler.add(add_request(i, prompt, max_tokens=20))
+    for turn in itertools.count():
+        if not driver.step():
+            break
+        if turn % every == 0:
+            driver.scheduler.reset_prefix_cache()
+        driver.scheduler.check_integrity()
+    for i, prompt in enumerate(PROMPTS + PROMPTS):
+        assert driver.output(i) == expected_output(prompt, 20, 50_000), f"request {i}"
+    hits = driver.scheduler.stats.prefix_hits_total
+    driver.scheduler.reset_prefix_cache()
+    driver.scheduler.add(add_request(99, PROMPTS[-1], max_tokens=2))
+    driver.run()
+    assert driver.scheduler.stats.prefix_hits_total == hits
+
+
 SWITCH = 24
 
 
