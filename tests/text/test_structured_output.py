@@ -117,6 +117,47 @@ def test_only_text_is_allowed_where_text_is_free(factory):
     assert {BACKEND.token_to_id(t) for t in ("<|im_start|>", "<|pad|>", *MARKERS)}.isdisjoint(tokens)
 
 
+WORDS = {
+    "type": "object", "required": ["name of the dog", "quick brown fox"], "additionalProperties": False,
+    "properties": {"name of the dog": {"type": "string", "maxLength": 20},
+                   "quick brown fox": {"enum": ["jumps over", "lazy </s> dog", "Grüße 你好"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma"])
+def test_every_kind_of_tokenizer_writes_what_is_forced(tokenizers, kind):
+    """Where a tokenizer puts blanks before texts, forced text must not get them."""
+    tokenizer = tokenizers[kind]
+    made = MatcherFactory(tokenizer.to_json(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+    grammar = structured_output.json_schema(WORDS)
+    for seed in range(8):
+        matcher, rng, out = made.matcher(grammar), np.random.default_rng(seed), []
+        while not out or out[-1] != tokenizer.eos_token_id:
+            out.append(int(rng.choice(allowed(matcher))))
+            assert matcher.consume_token(out[-1]), f"{tokenizer.token_text(out[-1])!r} was allowed and is not taken"
+        assert set(json.loads(tokenizer.decode(out))) == set(WORDS["required"])
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "wordpiece", "no_decoder"])
+def test_a_tokenizer_whose_bytes_are_unknown_is_refused(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    with pytest.raises(GrammarError, match="does not work with the model's tokenizer"):
+        MatcherFactory(tokenizer.to_json(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+
+
+def test_common_words_stay_whole(tokenizers):
+    """What is forced comes in the tokens that the model knows it by, not in letters."""
+    tokenizer = tokenizers["byte_level"]
+    made = MatcherFactory(tokenizer.to_json(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+    matcher, out = made.matcher(structured_output.choice(["The quick brown fox"])), []
+    while not matcher.is_stopped():
+        [token] = allowed(matcher)
+        matcher.consume_token(token)
+        out.append(token)
+    assert out == tokenizer.encode("The quick brown fox", False)
+    assert len(out) < len("The quick brown fox")
+
+
 LEAVES = st.sampled_from([
     {"type": "integer"}, {"type": "integer", "minimum": -3, "maximum": 40}, {"type": "boolean"}, {"type": "null"},
     {"type": "string", "maxLength": 6}, {"type": "string", "pattern": "^[ab]{1,3}$"}, {"enum": ["x", 1, None, [2]]},

@@ -25,6 +25,9 @@ class GrammarError(ValueError):
     """The grammar cannot be used; the message says why."""
 
 
+_SENTINEL = "\x02"
+
+
 class _TextTokenizer:
     """What llguidance asks of a tokenizer that it does not read itself.
 
@@ -42,11 +45,28 @@ class _TextTokenizer:
         self.special_token_ids = [i for i in ids if whole.is_special_token(i)]
         self.eos_token_id = eos_token_id
         self._backend = backend
+        self._greedy = whole.greedy_tokenize
+        self._sentinel = backend.token_to_id("<0x02>")  # where bytes are tokens of such names
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens whose bytes are those of the text; the model's usual ones where there are such.
+
+        Many tokenizers put a blank before a text, which is not wanted in the middle of one.
+        """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._is(ids, text):
+            return ids
+        after = self._backend.encode(_SENTINEL + text, add_special_tokens=False).ids
+        if self._sentinel in after:
+            after = after[after.index(self._sentinel) + 1 :]
+            if self._is(after, text):
+                return after
+        return self._greedy(text)
+
+    def _is(self, ids: list[int], text: str) -> bool:
+        return b"".join(self.tokens[i] for i in ids) == text.encode()
 
 
 class MatcherFactory:
