@@ -6,6 +6,9 @@ import anthropic
 import openai
 import pydantic
 import pytest
+from xllm_models.hub import resolve_model
+
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.multiprocess
 
@@ -21,6 +24,23 @@ class Answer(pydantic.BaseModel):
 
     yes: bool
     city: str = pydantic.Field(max_length=5)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_smollm2_forced_and_free(tmp_path):
+    """Its template knows no tools: they are described, and what it was made to say comes back as text."""
+    directory = resolve_model("smollm2").path
+    with (ServerProcess(directory, tmp_path / "server", "--max-cache-size", "100MiB") as server,
+          openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client):
+        fields = {"model": client.models.list().data[0].id, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+        first = client.chat.completions.create(messages=MESSAGES, tool_choice="required", parallel_tool_calls=False,
+                                               **fields).choices[0].message
+        [call] = first.tool_calls
+        assert (call.function.name, arguments(call)) == ("get_weather", {"city": "Paris"})
+        history = [*MESSAGES, first, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        answer = client.chat.completions.create(messages=history, **fields).choices[0].message
+        assert "sunny" in answer.content.lower()
 
 
 def arguments(call) -> dict:

@@ -29,7 +29,8 @@ async def test_text_and_tokens_are_of_one_rendering(master):
 
 
 async def test_a_template_of_the_clients(master):
-    prompt = await master.encode_chat(CHAT, template="{{ messages[0].content }}{{ eos_token }}!{{ x }}", kwargs={"x": 1})
+    template = "{{ messages[0].content }}{{ eos_token }}!{{ x }}"
+    prompt = await master.encode_chat(CHAT, template=template, kwargs={"x": 1})
     assert prompt.text == "Hi<|im_end|>!1"
     assert await master.decode(prompt.token_ids) == prompt.text
     with pytest.raises(InvalidParameter, match="not a valid template"):

@@ -48,8 +48,9 @@ WHOLE: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "json_schema", **SCHEMA}}, "reasoning": {"effort": "low"},
         "metadata": {"a": "b"}, "max_output_tokens": 5, "store": True, "include": ["x"]},
 }
-JUNK = [None, True, 0, -1, 2**70, 1.5, "", "x", "\u0000", "é✓" * 50, [], {}, [[]], [None], {"a": None}, {"type": "text"},
-        {"type": 5}, "auto", ["x"] * 300, {"type": "function"}, {"type": "function", "function": {"name": "f"}}]
+JUNK = [None, True, 0, -1, 2**70, 1.5, "", "x", "\u0000", "é✓" * 50, [], {}, [[]], [None], {"a": None},
+        {"type": "text"}, {"type": 5}, "auto", ["x"] * 300, {"type": "function"},
+        {"type": "function", "function": {"name": "f"}}]
 
 
 def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
