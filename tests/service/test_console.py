@@ -109,3 +109,10 @@ def test_many_readers_cost_one_reading():
     assert cache.state() is first
     now[0] = 1.0
     assert cache.state() is not first
+
+
+async def test_no_page_of_this_origin_loads_scripts_from_elsewhere(client):
+    """FastAPI's own would."""
+    for path in ("/docs", "/redoc"):
+        assert (await client.get(path)).status_code == 404, path
+    assert (await client.get("/openapi.json")).status_code == 200

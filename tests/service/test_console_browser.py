@@ -10,6 +10,7 @@ from tests.service.conftest import live_server
 from tests.service.fake_master import FakeMaster, output, says
 from tests.support.browser import Browser, find_browser
 from xllm_npu.state.output import SequenceDelta
+from xllm_npu.text.output_format import ModelHints, output_format
 
 pytestmark = pytest.mark.browser
 
@@ -176,7 +177,7 @@ async def test_markdown(master, browser):
 
 
 async def test_reasoning_is_folded(master, browser):
-    """Fed to the page's own class: what the parsers emit is tested with them."""
+    """Under either name, and under both at once."""
 
     def steps(url: str) -> None:
         browser.open(url + "/")
@@ -198,6 +199,28 @@ async def test_reasoning_is_folded(master, browser):
         assert "cut at the limit" in shown[4]
 
     await visit(master, browser, steps)
+
+
+async def test_reasoning_of_a_model(master, browser):
+    """From the model's text through the parser and the stream."""
+    master.output_format = output_format("hermes", "qwen3", ModelHints())
+    master.script = says("<think>\nHm", ", hm.\n</thi", "nk>\n\nYes", ".")
+
+    def steps(url: str) -> None:
+        browser.open(url + "/")
+        say(browser, "Is it?")
+        browser.wait(ANSWERED)
+        browser.wait("document.querySelector('.answer .said').textContent === 'Yes.'")
+        assert browser.evaluate("document.querySelector('.reasoning').open") is False
+        assert browser.evaluate("document.querySelector('.thought').textContent") == "Hm, hm."
+        browser.click(".reasoning summary")
+        browser.wait("document.querySelector('.thought').getBoundingClientRect().height > 0")
+        say(browser, "Sure?")
+        browser.wait(ANSWERED + " === 2")
+
+    await visit(master, browser, steps)
+    assert browser.problems == []
+    assert bytes(master.requests[1].prompt_token_ids).decode() == "<user>Is it?<assistant>Yes.<user>Sure?"
 
 
 async def test_an_error_is_shown_and_a_key_is_asked_for(master, browser):
