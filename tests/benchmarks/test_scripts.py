@@ -21,6 +21,31 @@ def test_host_step_ends_with_one_json_object():
     assert all(us > 0 for us in figures.values())
 
 
+def test_structured_output_times_masks(tiny_dir):
+    arguments = ("--model", str(tiny_dir), "--rows", "3", "--steps", "4", "--json")
+    figures = json.loads(run("benchmarks/structured_output.py", *arguments).splitlines()[-1])
+    assert all(milliseconds > 0 for milliseconds in figures.values())
+    assert {"compile", "masks, median", "tokens taken, median"} <= set(figures)
+
+
+def test_json_schema_suite_writes_its_table(tmp_path):
+    folder = tmp_path / "suite" / "tests" / "draft7"
+    folder.mkdir(parents=True)
+    tests = [{"description": "a", "data": 3, "valid": True}, {"description": "b", "data": "3", "valid": False}]
+    groups = [{"description": "x", "schema": {"type": "integer"}, "tests": tests},
+              {"description": "y", "schema": {"not": {}}, "tests": tests}]
+    (folder / "type.json").write_text(json.dumps(groups))
+    document = tmp_path / "document.md"
+    document.write_text("a\n<!-- json-schema-suite: begin -->\nold\n<!-- json-schema-suite: end -->\nb\n")
+    run("benchmarks/json_schema_suite.py", "--suite", str(tmp_path / "suite"), "--drafts", "draft7", "--write",
+        str(document))
+    text = document.read_text()
+    assert "| type | 2 | 1 | 5 | 0 | unimplemented: [\"not\"] (1) |" in text
+    assert text.startswith("a\n")
+    assert text.endswith("b\n")
+    assert "old" not in text
+
+
 def test_page_mapping_times_each_way():
     arguments = ("--platform", "cpu", "--layers", "2", "--rounds", "5", "--json")
     figures = json.loads(run("benchmarks/page_mapping.py", *arguments).splitlines()[-1])

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from tests.support.master import Answer, prompt_of, running_master
+from tests.support.tiny_model import make_tiny_model
 from xllm_npu.text import structured_output
 
 pytestmark = pytest.mark.multiprocess
@@ -99,3 +101,18 @@ def test_the_python_api_takes_a_grammar(tiny_dir):
         good, refused = llm.generate(["a", "b"], [params, bad], use_tqdm=False)
     assert re.fullmatch(r"\d{4}-\d{2}", good.outputs[0].text)
     assert "nothing" in refused.error
+
+
+@pytest.mark.slow
+async def test_ranks_that_step_together(tmp_path):
+    """Experts over two data-parallel ranks: while one compiles a grammar, the other's steps go on."""
+    model = make_tiny_model(tmp_path / "moe", "qwen3_moe")
+    grammar = structured_output.regex("[a-f]{6}-[0-9]{3}")
+    async with running_master(model, dp_size=2) as master:
+        answers = [Answer(master, prompt_of(9 + i, i), 40, grammar=grammar if i % 2 else None) for i in range(8)]
+        for i, answer in enumerate(answers):
+            text = master.tokenizer.decode(await answer.whole())
+            if i % 2:
+                assert re.fullmatch("[a-f]{6}-[0-9]{3}", text), text
+            else:
+                assert answer.count == 40
