@@ -31,6 +31,7 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
 
 
+JSON_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 JSON = '{"city": "Paris"}'
 
@@ -114,6 +115,18 @@ async def test_a_server_that_reads_no_calls_takes_no_tools(client, master):
     assert response.json()["error"]["param"] == "tools"
     ok = await client.post(URL, json={"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "none"})
     assert ok.status_code == 200
+
+
+async def test_of_a_forced_call_that_is_cut_short_nothing_is_shown(client, master):
+    master.output_format = output_format("json", None, ModelHints())
+    for text, count in ((JSON_CALL + "\n" + JSON_CALL[:12], 1), (JSON_CALL[:12], 0)):
+        master.script = says(text, finish="length")
+        body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
+        message = (await client.post(URL, json=body)).json()["choices"][0]["message"]
+        assert len(message.get("tool_calls", ())) == count
+        assert not message["content"]
+        free = (await client.post(URL, json={**body, "tool_choice": "auto"})).json()["choices"][0]["message"]
+        assert free["content"]
 
 
 async def test_a_forced_call_is_read(client, master):

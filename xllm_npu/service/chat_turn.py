@@ -126,7 +126,8 @@ class SequenceEvents:
                 return None
             index, self._num_calls = self._num_calls, self._num_calls + 1
             return replace(event, index=index, id=event.id or new_call_id(self._turn.format))
-        return event
+        # What is no call where nothing else can be is the white space between calls, or half of one.
+        return None if self._turn.tools.forced else event
 
     async def count_reasoning_tokens(self) -> int:
         """By the text: a token that ends the reasoning and begins the answer counts for neither alone."""

@@ -6,6 +6,7 @@ be called and the answer has a form, the model has the choice of both.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ async def turn_grammar(master: LLMMaster, body: ChatBody, tools: Tools, prompt: 
     if answer is not None and not tools.forced:
         ways.append(_way("answer", master.output_format, prompt, json.loads(answer)["grammars"], False))
     if tools.callable:
-        call = master.output_format.forced_call_grammar(tools.callable, tools.parallel)
+        call = await asyncio.to_thread(master.output_format.forced_call_grammar, tools.callable, tools.parallel)
         ways.append(_way("call", master.output_format, prompt, [{"lark_grammar": call}], True))
     grammar = _serialized(ways)
     await check_grammar(master, grammar, field)
