@@ -171,6 +171,9 @@ def _json_of(field: str, value: Any) -> Any:
     """vLLM's clients may send JSON as text."""
     if not isinstance(value, str):
         return value
+    limit = structured_output.MAX_SCHEMA_CHARS
+    if len(value) > limit:
+        raise InvalidParameter(field, f"{field} takes at most {limit} characters, got {len(value)}.")
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -30,8 +30,7 @@ def json_object() -> str:
 
 def json_schema(schema: dict[str, Any] | bool, whitespace: str = WHITESPACE) -> str:
     """`whitespace`: a regular expression for what may stand between the parts."""
-    size = len(json.dumps(schema, ensure_ascii=False))
-    _bound(size, MAX_SCHEMA_CHARS, "a schema takes at most {limit} characters of JSON, got {size}")
+    _bound_json(schema)
     return _serialized({"json_schema": with_whitespace(schema, whitespace)})
 
 
@@ -75,8 +74,7 @@ def structural_tag(tag: Mapping[str, Any], marker_ids: Mapping[str, int] | None 
     """Text with parts that have a form; see structural_tag.py. `marker_ids`: the tokenizer's."""
     from xllm_npu.text.structural_tag import lark_of  # which is made of the forms here
 
-    size = len(json.dumps(tag, ensure_ascii=False))
-    _bound(size, MAX_SCHEMA_CHARS, "takes at most {limit} characters of JSON, got {size}")
+    _bound_json(tag)
     return _serialized(*lark_of(tag, marker_ids or {}))
 
 
@@ -124,6 +122,27 @@ def regex_literal(pattern: str) -> str:
 
 
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def _bound_json(value: Any) -> None:
+    message = "takes at most {limit} characters of JSON, got {size}"
+    if _outgrows(value, MAX_SCHEMA_CHARS):
+        raise ValueError(f"takes at most {MAX_SCHEMA_CHARS} characters of JSON, and has more")
+    _bound(len(json.dumps(value, ensure_ascii=False)), MAX_SCHEMA_CHARS, message)
+
+
+def _outgrows(value: Any, limit: int) -> bool:
+    """A look that ends soon, as megabytes may have been sent: whether it has more characters in any case."""
+    size, open_values = 0, [value]
+    while open_values and size <= limit:
+        one = open_values.pop()
+        size += 1 + (len(one) if isinstance(one, str | list | dict) else 0)
+        if isinstance(one, list):
+            open_values += one
+        elif isinstance(one, dict) and size <= limit:
+            size += sum(map(len, one))
+            open_values += one.values()
+    return size > limit
 
 
 def _bound(size: int, limit: int, message: str) -> None:
