@@ -13,6 +13,7 @@ pytestmark = pytest.mark.npu_lab
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_devices_and_graphs() -> None:
     files = [str(HERE / name) for name in ("test_device.py", "test_graph.py", "test_virtual_memory.py")]
     environment = {**os.environ, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Where each takes long.
+FEW_DTYPES = (pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16, torch.float32)
 _NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}  # absolute and relative
 
 

@@ -15,7 +15,7 @@ from xllm_kernels_npu.mla_decode import mla_decode, mla_decode_reference
 from xllm_kernels_npu.paged_decode import paged_attention_reference, paged_decode
 from xllm_kernels_npu.paged_prefill import paged_prefill
 
-from tests.npu_lab.kernels.numbers import DTYPES, random, same
+from tests.npu_lab.kernels.numbers import FEW_DTYPES, random, same
 from tests.npu_lab.kernels.pages import Pages, queries
 
 pytestmark = pytest.mark.npu_lab
@@ -32,7 +32,7 @@ def ones_to(lengths: list[int]) -> torch.Tensor:
     return torch.arange(len(lengths) + 1, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize("token", [(1, 16), (3, 64), (5, 100), (16, 272)])
 def test_kv_store(device: torch.device, dtype: torch.dtype, token: tuple[int, int]) -> None:
     wide = random((70, token[0] + 1, token[1]), dtype, device)
@@ -57,7 +57,7 @@ def test_latent_store(device: torch.device) -> None:
     assert torch.equal(cache.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode(device: torch.device, dtype: torch.dtype, splits: int, shape: tuple[int, int, int]) -> None:
@@ -70,7 +70,7 @@ def test_decode(device: torch.device, dtype: torch.dtype, splits: int, shape: tu
 
 
 @pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 48, 128])
 @pytest.mark.parametrize("extra", [{}, {"window": 100}, {"window": 1}, {"softcap": 2.0}, {"sinks": True},
                                    {"window": 130, "softcap": 3.0, "sinks": True}])
 def test_decode_with_extras(device: torch.device, splits: int, block_size: int, extra: dict[str, object]) -> None:
@@ -93,7 +93,7 @@ def test_a_row_without_keys_is_zero(device: torch.device) -> None:
         assert result[1].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """Whole prompts, chunks after a cached prefix, single tokens; odd lengths."""
@@ -106,7 +106,7 @@ def test_prefill(device: torch.device, dtype: torch.dtype, shape: tuple[int, int
     same(result, paged_attention_reference(query.cpu(), *pages.on_host(), start.cpu(), size**-0.5))
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 48, 128])
 @pytest.mark.parametrize("extra", [{"window": 100}, {"window": 1}, {"softcap": 2.0}, {"sinks": True},
                                    {"window": 24, "softcap": 3.0, "sinks": True}])
 def test_prefill_with_extras(device: torch.device, block_size: int, extra: dict[str, object]) -> None:
@@ -120,7 +120,7 @@ def test_prefill_with_extras(device: torch.device, block_size: int, extra: dict[
     same(result, paged_attention_reference(query.cpu(), *pages.on_host(), start.cpu(), 0.3, **on_host))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(4, 24, 8), (20, 512, 64)])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_mla_decode(

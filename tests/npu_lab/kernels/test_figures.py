@@ -91,7 +91,7 @@ def test_limits_that_a_kernel_states_hold() -> None:
 @pytest.mark.parametrize(("module", "tile", "changes"), [
     ("rms_norm", "TILE", {"WIDTH": 8192}), ("add_rms_norm", "TILE", {}), ("rotary", "HEADS", {}),
     ("swiglu", "TILE", {}), ("swiglu_quant", "TILE", {}), ("token_bitmask", "TILE", {}),
-    ("penalties", "TILE", {}), ("sampling", "TILE", {}),
+    ("penalties", "TILE", {}), pytest.param("sampling", "TILE", {}, marks=pytest.mark.slow),
 ])
 def test_a_doubled_tile_overflows(module: str, tile: str, changes: dict[str, int]) -> None:
     """What a kernel's tile size, or the tightness of its budget, guards against; in its case that takes most."""
