@@ -53,7 +53,7 @@ test-clients: install-dev  ## litellm, LangChain and instructor against the serv
 	PYTHONPATH=build/clients $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 test-browser: install-dev  ## the web console in a headless Chromium (needs one: apt-get install chromium)
-	XLLM_NPU_TEST_BROWSER=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+	TEST_BROWSER_REQUIRED=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2

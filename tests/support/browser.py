@@ -26,7 +26,7 @@ DEADLINE = 30.0
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--mute-audio",
          "--hide-scrollbars", "--remote-debugging-pipe", "about:blank")
-REQUIRED = "XLLM_NPU_TEST_BROWSER"  # set by `make test-browser`: without a browser that fails
+REQUIRED = "TEST_BROWSER_REQUIRED"  # set by `make test-browser`: without a browser that fails
 
 
 def find_browser() -> str:
