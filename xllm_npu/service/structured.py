@@ -6,6 +6,7 @@ the field, down to `structured_outputs.regex`. Knows no tools and no reasoning: 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,16 @@ def request_grammar(body: GenerationBody, marker_ids: Mapping[str, int] | None =
     return grammar
 
 
+async def requested_grammar(master: LLMMaster, body: GenerationBody) -> str | None:
+    """`request_grammar`, off the event loop where rewriting what the client wrote may take long."""
+    given, format = body.structured_outputs, body.response_format
+    long = (given is not None and (given.grammar is not None or given.structural_tag is not None)) or (
+        format is not None and format.type == "structural_tag")
+    if long:
+        return await asyncio.to_thread(request_grammar, body, master.tokenizer.marker_ids)
+    return request_grammar(body, master.tokenizer.marker_ids)
+
+
 def grammar_field(body: GenerationBody) -> str:
     """The field that `request_grammar` made its grammar of, for errors."""
     given = body.structured_outputs
@@ -92,8 +103,8 @@ async def check_grammar(master: LLMMaster, grammar: str, field: str) -> None:
 
 
 async def checked_grammar(master: LLMMaster, body: GenerationBody) -> str | None:
-    """`request_grammar`, tried out."""
-    grammar = request_grammar(body, master.tokenizer.marker_ids)
+    """`requested_grammar`, tried out."""
+    grammar = await requested_grammar(master, body)
     if grammar is not None:
         await check_grammar(master, grammar, grammar_field(body))
     return grammar

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xllm_npu.service.structured import check_grammar, grammar_field, request_grammar
+from xllm_npu.service.structured import check_grammar, grammar_field, requested_grammar
 from xllm_npu.state.sampling_params import InvalidParameter
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Grammars = list[dict[str, Any]]  # llguidance's list: matching begins with the f
 
 async def turn_grammar(master: LLMMaster, body: ChatBody, tools: Tools, prompt: str) -> str | None:
     """Tried out; None where the text is free. Raises InvalidParameter, and ApiError where there is no telling now."""
-    answer = request_grammar(body, master.tokenizer.marker_ids)
+    answer = await requested_grammar(master, body)
     if answer is None and not tools.forced:
         return None
     field = "tools" if tools.forced else grammar_field(body)
