@@ -68,6 +68,16 @@ async def test_no_call_leaves_tool_calls_out(client):
     assert choice["finish_reason"] == "stop"
 
 
+async def test_ids_of_mistrals_calls_are_what_its_template_takes_back(client, master):
+    for name, text in (("mistral", '[TOOL_CALLS]get_time[ARGS]{}'),
+                       ("mistral_v3", '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]')):
+        master.output_format = output_format(name, None, ModelHints())
+        master.script = says(text)
+        [call] = (await ask(client))["choices"][0]["message"]["tool_calls"]
+        assert len(call["id"]) == 9
+        assert call["id"].isalnum()
+
+
 async def test_a_call_streamed(client, master):
     master.script = says(*THOUGHT, *CALL)
     sent = await chunks(client, stream_options={"include_usage": True})
@@ -175,6 +185,14 @@ async def test_a_history_with_calls(client, master):
     calls = master.messages[1]["tool_calls"]
     assert [call["function"]["arguments"] for call in calls] == [{"city": "Paris"}, {}]
     assert master.messages[2]["tool_call_id"] == "call_1"
+
+
+async def test_a_history_with_what_a_model_may_have_written(client, master):
+    odd = '{"a": 1e999, "b": "\\ud800x \\ud83d\\ude00", "c": 123456789012345678901234567890}'
+    await ask(client, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": odd}}]}])
+    arguments = master.messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a": float("inf"), "b": "?x 😀", "c": 123456789012345678901234567890}
 
 
 async def test_effort_none_switches_thinking_off(client, master):

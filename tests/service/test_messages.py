@@ -60,6 +60,15 @@ async def test_thinking_text_and_a_call(client, master):
     assert master.template_kwargs["tools"][0]["function"]["parameters"] == SCHEMA
 
 
+async def test_arguments_are_the_models_own_text(client, master):
+    odd = '{"a": 1e999, "b": "\\ud800", "c": 123456789012345678901234567890}'
+    master.script = says('<tool_call>\n{"name": "get_weather", "arguments": ' + odd + "}\n</tool_call>")
+    response = await client.post(URL, json=body(tools=[WEATHER]))
+    assert response.status_code == 200
+    assert odd in response.text
+    assert response.json()["content"][0]["input"]["c"] == 123456789012345678901234567890
+
+
 async def test_events_in_order(client, master):
     master.script = says(*ANSWER)
     events = events_of((await client.post(URL, json=body(tools=[WEATHER], stream=True))).text)

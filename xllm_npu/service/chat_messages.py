@@ -6,10 +6,9 @@ that is what templates print. Knows no template.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from xllm_npu.service.body import MAX_JSON_DEPTH, depth_exceeds
 from xllm_npu.service.errors import quote
@@ -86,8 +85,8 @@ def call_arguments(where: str, arguments: Any) -> dict[str, Any]:
     """The object that a call's arguments are. Raises InvalidParameter if they are none."""
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
+            arguments = _loaded(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
             raise _wrong(where, "must be the JSON text of an object", arguments) from None
     if arguments is None:
         return {}
@@ -96,6 +95,14 @@ def call_arguments(where: str, arguments: Any) -> dict[str, Any]:
     if depth_exceeds(arguments, MAX_JSON_DEPTH):
         raise InvalidParameter(where, f"{where} is nested deeper than {MAX_JSON_DEPTH} levels.")
     return arguments
+
+
+def _loaded(text: str) -> Any:
+    """Whatever a model may have written as JSON: a lone surrogate, which is no text, becomes a question mark."""
+    value = json.loads(text)
+    if "\\ud" in text.lower():
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def _wrong(where: str, must: str, value: Any) -> InvalidParameter:

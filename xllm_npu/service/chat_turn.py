@@ -136,8 +136,8 @@ class SequenceEvents:
 
 
 def new_call_id(format: OutputFormat) -> str:
-    if format.name_of_tools == "mistral":
-        return uuid.uuid4().hex[:9]  # its template refuses other lengths when the call comes back
+    if (format.name_of_tools or "").startswith("mistral"):
+        return uuid.uuid4().hex[:9]  # their templates refuse other lengths when the call comes back
     return f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -39,7 +39,7 @@ class MessageBlocks:
         block: dict[str, Any] = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
         events = [*self.close(), *self._begin(block)]
         events.append(self._delta({"type": "input_json_delta", "partial_json": event.arguments}))
-        block["input"] = msgspec.json.decode(event.arguments)
+        block["input"] = msgspec.Raw(event.arguments.encode())  # as the model wrote it: numbers of any size, escapes
         return events + self.close()
 
     def _text(self, kind: str, key: str, block: dict[str, Any], delta: str, text: str) -> list[dict[str, Any]]:
