@@ -10,7 +10,7 @@ ARGS ?=
 # `make test` pulls the default model first, unless it is in the user's cache.
 # For pytest: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
-# Test files run side by side, so many at once; 0: all in one process. Those that start servers run alone.
+# Test files run side by side, so many at once; 0: all in one process. Those that start servers come after the others.
 TEST_JOBS ?= 2
 
 # For `make test-npu`; torch-npu and the CPU's torch live apart.
@@ -38,7 +38,7 @@ serve: install  ## install, get the default model if needed, and serve it (ARGS:
 test: install-dev $(KERNELS)  ## all tests that need nothing but this machine, in minutes
 	$(BIN)/xllm-npu pull smollm2
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERY_CHANGE) and not multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
-	$(BIN)/python -m pytest -m "$(EVERY_CHANGE) and multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(EVERY_CHANGE) and multiprocess" $(PYTEST_ARGS) $(NONE_IS_WELL)
 
 test-full: install-dev  ## the slow tests too
 	$(BIN)/xllm-npu pull smollm2
@@ -58,7 +58,7 @@ test-browser: install-dev  ## the web console in a headless Chromium (needs one:
 test-npu: $(NPU_INSTALLED)  ## the NPU plugin on an emulated device: torch_npu over a fake CANN (needs gcc, binutils)
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest $(SIDE_BY_SIDE) -m "npu_lab and not slow and not multiprocess" tests/npu_lab $(PYTEST_ARGS) $(NONE_IS_WELL)
-	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest -m "npu_lab and not slow and multiprocess" tests/npu_lab $(PYTEST_ARGS) $(NONE_IS_WELL)
+	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m pytest $(SIDE_BY_SIDE) -m "npu_lab and not slow and multiprocess" tests/npu_lab $(PYTEST_ARGS) $(NONE_IS_WELL)
 
 test-npu-full: $(NPU_INSTALLED)  ## its slow tests too
 	$(NPU_VENV)/bin/python tests/npu_lab/run.py -m xllm_npu.cli pull smollm2
