@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -156,18 +158,21 @@ def test_a_matcher_that_fails_is_told_of_and_disturbs_no_other(constrained):
 
 
 def test_requests_wait_for_their_grammars(factory):
-    cache = GrammarCache(lambda: factory)
+    may_load = threading.Event()
+    cache = GrammarCache(lambda: factory if may_load.wait(60) else None)
     requests = PreparedRequests(cache)
     good, bad = structured_output.regex("a"), structured_output.lark("start: nothing")
     assert not requests.add(1, good)
     assert not requests.add(2, bad)
+    assert requests.take_done() == []
+    may_load.set()
     found: dict[int, str] = {}
     while len(requests):
         found.update(requests.take_done(1.0))
     assert found[1] == ""
     assert "nothing" in found[2]
     assert requests.add(3, good)  # it is there now
-    assert not requests.add(4, bad)  # and this one is not remembered
+    assert not requests.add(4, bad)  # and that failed is not remembered
     cache.close()
 
 
