@@ -66,11 +66,15 @@ def prompt_of(fixture):
     return next(m["default_generation_prompt"] for m in models if m["repo"] == fixture["models"][0])
 
 
-def parser_of(fixture):
+def format_of(fixture):
     calls, reasoning = next((c, r) for family, model, c, r in FORMATS
                             if fixture["family"] == family and fixture["models"][0].startswith(model))
+    return output_format(calls, reasoning, ModelHints())
+
+
+def parser_of(fixture):
     tools = [ToolSpec(t["function"]["name"], t["function"].get("parameters") or {}) for t in fixture["tools"]]
-    return output_format(calls, reasoning, ModelHints()).parser(tools, prompt_of(fixture))
+    return format_of(fixture).parser(tools, prompt_of(fixture))
 
 
 def parsed(fixture, pieces):
