@@ -114,6 +114,14 @@ async def test_a_call_that_is_cut_short_is_none(client, master):
     assert choice["message"]["content"].strip() == "Well."
 
 
+async def test_a_stop_string_in_a_call_leaves_no_half_of_it(client, master):
+    master.script = says("Well. " + CALL[:40], finish="stop", stop_reason="Par")
+    choice = (await ask(client, stop=["Par"]))["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Par")
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"].strip() == "Well."
+
+
 async def test_length_after_a_call_stays_length(client, master):
     master.script = says(CALL + "\nAnd", finish="length")
     choice = (await ask(client))["choices"][0]

@@ -67,14 +67,14 @@ async def test_the_reply_is_what_the_text_says(tokenizers, data, markers, step, 
     choices = whole_choices(whole)
     assert folded_choices(chunks, n) == choices
     for choice, text in zip(choices, texts):
-        shown, reason = text, "stop"
+        shown, reason, cut = text, "stop", False
         if ending == "length" and body["max_tokens"] <= len(tokenizers[markers].encode(text, False)):
             ids = tokenizers[markers].encode(text, False)[: body["max_tokens"]]
-            shown, reason = tokenizers[markers].decode(ids, False), "length"
+            shown, reason, cut = tokenizers[markers].decode(ids, False), "length", True
         elif ending == "stop" and body["stop"] in text:
-            shown = text[: text.index(body["stop"])]
+            shown, cut = text[: text.index(body["stop"])], True
             assert choice["stop_reason"] == body["stop"]
-        result = expected(shown, reason == "length")
+        result = expected(shown, cut)
         assert {name: choice[name] for name in result} == result
         assert choice["finish_reason"] == ("tool_calls" if result["calls"] and reason == "stop" else reason)
 

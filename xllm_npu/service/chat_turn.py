@@ -108,8 +108,8 @@ class SequenceEvents:
         """The events of one delta, every call with an id; with the last delta `finish_reason` is set."""
         events = self._parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            ended_by_itself = delta.finish_reason == ENDED_BY_ITSELF
-            events += self._parser.finish(cut_short=not ended_by_itself)
+            at_stop_string = isinstance(delta.stop_reason, str)  # which may stand in the middle of markup
+            events += self._parser.finish(cut_short=delta.finish_reason != ENDED_BY_ITSELF or at_stop_string)
         shown = [event for event in map(self._shown, events) if event is not None]
         if delta.finish_reason is not None:
             called = self._num_calls and delta.finish_reason == ENDED_BY_ITSELF
