@@ -15,8 +15,10 @@ from typing import Any
 
 from xllm_models.config_defaults import complete
 from xllm_models.config_keys import ConfigKeys, ModelConfigError, architecture_of, read_json
+from xllm_models.encoder_config import EncoderConfig, read_encoder
 from xllm_models.mla_config import MlaConfig, read_mla
 from xllm_models.moe_config import MoeConfig, read_moe
+from xllm_models.pooling_config import PoolingConfig
 from xllm_models.rope_config import ROPE_TYPES, RopeConfig, read_local_rope, read_rope
 
 __all__ = [
@@ -89,6 +91,8 @@ class ModelConfig:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     moe: MoeConfig | None = None  # None: every layer has a plain MLP
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # keys read nowhere above
+    pooling: PoolingConfig | None = None  # how the network's output becomes a vector; None: it becomes text
+    encoder: EncoderConfig | None = None  # an encoder, which has no KV cache; None: a decoder
     implementation: str = "native"  # native: a class of xllm_models.registry; transformers: its own modelling code
 
     @property
@@ -126,6 +130,15 @@ class ModelConfig:
         generation_file = Path(path) / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else None
         return cls.from_dict(read_json(config_file), generation, source=str(config_file))
+
+    @classmethod
+    def of_encoder(cls, config: Mapping[str, Any], family: str, source: str = "config.json") -> ModelConfig:
+        """BERT and its relatives. Raises ModelConfigError."""
+        keys = ConfigKeys(config, source)
+        encoder, fields = read_encoder(config, family, source)
+        _quantization(keys, fields["model_type"])
+        return cls(architecture=architecture_of(config, source), torch_dtype=_dtype(keys), raw=config, encoder=encoder,
+                   **fields)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> ModelConfig:
@@ -203,7 +216,8 @@ class ModelConfig:
 
 def _quantization(keys: ConfigKeys, model_type: str) -> str:
     if keys.flag("use_bidirectional_attention") and model_type in _GEMMA:
-        raise keys.error("use_bidirectional_attention", "is true: this is a model that embeds, not one that generates.")
+        raise keys.error("use_bidirectional_attention", "is true: decoders whose attention looks both ways are not "
+                         "supported.")
     quantization = keys.get("quantization_config")
     if not quantization:
         return ""

@@ -54,7 +54,10 @@ class LlamaForCausalLM(nn.Module):
             for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm, ops=ops, dtype=dtype, device=device)
         tied = self.embedding.weight if config.tie_word_embeddings else None
-        self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype, device=device)
+        self.head: LogitsHead | None = None
+        if config.pooling is None or config.pooling.head == "yes_no":
+            self.head = LogitsHead(config.vocab_size, config.hidden_size, group, tied, ops=ops, dtype=dtype,
+                                   device=device)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotaries = [RotaryTable(rope, config.rotary_head_dim, device, config.max_context_length) for rope in ropes]
         self.layer_rotaries = [self.rotaries[-1 if window else 0] for window in self.sliding_windows]
@@ -69,7 +72,8 @@ class LlamaForCausalLM(nn.Module):
         found = self.embedding.placements("model.embed_tokens")
         for i, layer in enumerate(self.layers):
             found |= layer.placements(f"model.layers.{i}.")  # type: ignore[operator]
-        return found | self.norm.placements("model.norm") | self.head.placements("lm_head")
+        found |= self.norm.placements("model.norm")
+        return found if self.head is None else found | self.head.placements("lm_head")
 
     def finalize_weights(self) -> None:
         """Once, after loading: round to the storage dtype if it is narrower, and pack matrices one at a time."""
@@ -137,6 +141,7 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> [S, vocab] float32."""
+        assert self.head is not None, "a network whose output is pooled has no logits"
         return self.head(hidden)
 
     def compile_decode(self) -> Callable[[ForwardInput], torch.Tensor]:

@@ -7,7 +7,9 @@ Adding an architecture is one module with a class like `LlamaForCausalLM` and on
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from xllm_platform.parallel import ParallelState
@@ -15,8 +17,9 @@ from xllm_platform.parallel import ParallelState
 from xllm_models import transformers_config
 from xllm_models.backends import get_ops
 from xllm_models.config import ModelConfig
-from xllm_models.config_keys import architecture_of, read_json
+from xllm_models.config_keys import ModelConfigError, architecture_of, read_json
 from xllm_models.llama import LlamaForCausalLM
+from xllm_models.pooling_config import PoolingWish, causal_name, encoder_family, overridden, read_pooling
 
 _MODELS = {
     "DeepseekV2ForCausalLM": "xllm_models.deepseek:DeepseekV2ForCausalLM",
@@ -61,11 +64,19 @@ def get_model_class(name: str) -> type[LlamaForCausalLM]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def read_model_config(path: Path, model_impl: str = "auto") -> ModelConfig:
+def read_model_config(path: Path, model_impl: str = "auto", wish: PoolingWish | None = None) -> ModelConfig:
     """The configuration, read for the implementation that will run: auto is native where there is a native class.
 
-    `path` is a model directory or a .gguf file. Raises ModelConfigError.
+    `path` is a model directory or a .gguf file; `wish` is what the user says of vectors in place of text. Raises
+    ModelConfigError.
     """
+    wish = wish or PoolingWish()
+    if path.suffix == ".gguf":
+        if wish.runner == "pooling" or wish.qwen3_reranker or wish.convert in ("embed", "classify"):
+            raise ModelConfigError(f"{path}: a .gguf file is served for generation only. Give the safetensors "
+                                   "checkpoint.")
+    elif (pooled := _pooled_config(path, model_impl, wish)) is not None:
+        return pooled
     if path.suffix == ".gguf" and model_impl != "transformers":
         return ModelConfig.from_gguf(path)
     if model_impl == "native":
@@ -78,6 +89,28 @@ def read_model_config(path: Path, model_impl: str = "auto") -> ModelConfig:
         return ModelConfig.from_dir(path)
     transformers_config.refuse_unknown(raw, str(source), supported_models())
     return transformers_config.read_config(path)
+
+
+def _pooled_config(path: Path, model_impl: str, wish: PoolingWish) -> ModelConfig | None:
+    """That of a model which gives vectors; None: it generates text."""
+    source = str(path / "config.json")
+    raw = overridden(read_json(path / "config.json"), wish, source)
+    pooling = read_pooling(path, raw, wish)
+    if pooling is None:
+        return None
+    if family := encoder_family(pooling.architecture):
+        config = ModelConfig.of_encoder(raw, family, source)
+    else:
+        network = causal_name(pooling.architecture)
+        if network not in _MODELS:
+            raise ModelConfigError(f"{source}: architecture {pooling.architecture} is not supported. Embeddings and "
+                                   f"scores come from BERT, RoBERTa, XLM-RoBERTa, DistilBERT and MPNet encoders and "
+                                   f"from {', '.join(supported_models())}.")
+        config = ModelConfig.from_dict({**raw, "architectures": [network]}, source=source)
+    if model_impl == "transformers":
+        raise ModelConfigError(f"{source}: embeddings and scores come from native networks alone: leave "
+                               "--model-impl transformers out.")
+    return replace(config, pooling=pooling)
 
 
 def build_model(
@@ -94,6 +127,8 @@ def build_model(
     CPUs multiply float16 matrices hundreds of times slower.
     """
     device, ops = torch.device(device), get_ops(kernels)
+    if config.encoder is not None:
+        return _build_encoder(config, ops, dtype, device)
     if config.implementation == "transformers":
         model_class = _transformers_class()
     else:
@@ -105,6 +140,15 @@ def build_model(
     model = model_class(config, ops=ops, dtype=computed, device=device, parallel=parallel or ParallelState.single(),
                         storage_dtype=dtype)
     return model.eval()
+
+
+def _build_encoder(config: ModelConfig, ops: ModuleType, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """It has what of the interface a network without a KV cache needs."""
+    from xllm_models.encoder import EncoderModel
+
+    computed = torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
+    model = EncoderModel(config, ops=ops, dtype=computed, device=device, storage_dtype=dtype)
+    return model.eval()  # type: ignore[return-value]
 
 
 def _transformers_class() -> type[LlamaForCausalLM]:

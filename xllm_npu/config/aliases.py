@@ -63,6 +63,20 @@ def _devices(value: Any) -> dict[str, Any]:
     return {"platform": kind, "device_id": index}
 
 
+_TASKS = {
+    "auto": {}, "generate": {"runner": "generate"}, "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"}, "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling"}, "rerank": {"runner": "pooling"},
+}
+
+
+def _task(value: Any) -> dict[str, Any]:
+    word = str(value).strip().lower()
+    if word not in _TASKS:
+        raise SettingsError(f"takes one of {', '.join(_TASKS)}, got {value!r}")
+    return dict(_TASKS[word])
+
+
 # The C++ runtime's names for what needs no C++ here; vLLM's for its own networks.
 _MODEL_IMPLS = {"": "auto", "python": "auto", "py": "auto", "vllm": "native"}
 
@@ -70,6 +84,8 @@ ALIASES: dict[str, Alias] = {
     # vLLM
     "tensor_parallel_size": Alias("tp_size"),
     "tp": Alias("tp_size"),
+    "task": Alias("runner", convert=_task),
+    "override_pooler_config": Alias("pooler_config"),
     "data_parallel_size": Alias("dp_size"),
     "dp": Alias("dp_size"),
     "max_num_seqs": Alias("max_seqs_per_batch"),

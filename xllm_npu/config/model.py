@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xllm_npu.config.section import Section
-from xllm_npu.config.values import CaseFolded, DtypeSpelling, Metavar, OptionalTokenCount
+from xllm_npu.config.values import CaseFolded, DtypeSpelling, JsonObject, Metavar, OptionalTokenCount
 
 DEFAULT_MODEL = "smollm2"
 
@@ -45,6 +45,21 @@ class ModelSettings(Section):
     )
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], CaseFolded] = Field(
         default="auto", description="dummy: small random weights from config.json alone, for trials; else the files'"
+    )
+    runner: Annotated[Literal["auto", "generate", "pooling"], CaseFolded] = Field(
+        default="auto", description="pooling: the model gives vectors or scores; auto: generate, where it can"
+    )
+    convert: Annotated[Literal["auto", "none", "embed", "classify"], CaseFolded] = Field(
+        default="auto", description="what of a pooling model's output is wanted; auto: by the model"
+    )
+    pooler_config: JsonObject = Field(
+        default="", description="how outputs become a vector: pooling_type (LAST, CLS, MEAN, MAX), use_activation"
+    )
+    hf_overrides: JsonObject = Field(
+        default="", description="keys for those of a pooling model's config.json, such as is_matryoshka"
+    )
+    enable_qwen3_reranker: bool = Field(
+        default=False, description="the model is a Qwen3-Reranker, which scores by the words yes and no"
     )
     max_model_len: OptionalTokenCount = Field(
         default=None,

@@ -18,10 +18,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "enable_verbose_trace_log": (False,), "verbose_trace_log_path": ("",),
     "verbose_trace_log_max_size_mb": (1024,), "verbose_trace_log_max_files": (1000,),
     # Model
-    "backend": ("", "auto", "llm"), "task": ("generate",),
+    "backend": ("", "auto", "llm"),
     "python_model_path": ("",), "trust_remote_code": (False,), "limit_image_per_prompt": (8,),
     "max_encoder_cache_size": (0,),
-    "enable_qwen3_reranker": (False,), "flashinfer_workspace_buffer_size": (128 * 2**20,),
+    "flashinfer_workspace_buffer_size": (128 * 2**20,),
     "enable_return_mm_full_embeddings": (False,), "mm_download_headers": ("",),
     "use_audio_in_video": (False,),
     "use_cpp_chat_template": (False, True), "enable_mistral_prompt_to_message": (False,),

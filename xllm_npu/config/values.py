@@ -94,6 +94,21 @@ def parse_dtype(value: Any) -> Any:
     return _DTYPES.get(name, name)
 
 
+def parse_object(value: Any) -> Any:
+    """A JSON object, as text or from a file; kept as text."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        found = json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"takes a JSON object, got {value[:200]!r}")
+    return value
+
+
 def _lower(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -101,6 +116,7 @@ def _lower(value: Any) -> Any:
 ByteCount = Annotated[int, BeforeValidator(parse_bytes), Metavar("SIZE")]
 TokenCount = Annotated[int, BeforeValidator(parse_count), Metavar("N")]
 OptionalTokenCount = Annotated[int | None, BeforeValidator(parse_optional_count), Metavar("N")]
+JsonObject = Annotated[str, BeforeValidator(parse_object), Metavar("JSON")]
 FilePath = Annotated[str | None, Metavar("FILE")]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_list), Metavar("NAME,...")]
 Counts = Annotated[tuple[int, ...], BeforeValidator(split_list), Metavar("N,...")]

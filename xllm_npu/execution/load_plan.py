@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from xllm_models.attention.base import PagedBackend
+from xllm_models.attention.encoder_attention import EncoderAttention
 from xllm_models.backends import attention_for, falls_back
 from xllm_models.config import ModelConfig
 from xllm_platform.base import Platform, PlatformError
@@ -56,8 +57,12 @@ def step_shape(settings: Settings, config: ModelConfig, platform: Platform) -> S
     s, asked, longest = settings.scheduler, settings.model.max_model_len, config.max_context_length
     if asked is not None and asked > longest:
         raise LoadError(f"max_model_len is {asked} and the model's positions end at {longest}: lower max_model_len.")
+    if config.pooling is not None and config.pooling.max_length and asked is None:
+        longest = min(longest, config.pooling.max_length)
     length = asked or longest
     max_tokens = s.max_tokens_per_batch
+    if config.encoder is not None:
+        return _encoder_shape(settings, length, platform)
     if s.enable_chunked_prefill and "max_tokens_per_batch" not in s.model_fields_set:
         max_tokens = platform.capabilities.default_tokens_per_batch or max_tokens
     if not s.enable_chunked_prefill and max_tokens < length:
@@ -68,12 +73,27 @@ def step_shape(settings: Settings, config: ModelConfig, platform: Platform) -> S
     return StepShape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, settings.kv_cache.block_size)
 
 
+def _encoder_shape(settings: Settings, length: int, platform: Platform) -> StepShape:
+    """A prompt is one step, and has one block, which stands for no memory."""
+    s, max_tokens = settings.scheduler, settings.scheduler.max_tokens_per_batch
+    if "max_tokens_per_batch" not in s.model_fields_set:
+        max_tokens = max(length, platform.capabilities.default_tokens_per_batch or max_tokens)
+    elif max_tokens < length:
+        raise LoadError(f"An encoder computes a prompt in one step: raise max_tokens_per_batch ({max_tokens}) to the "
+                        f"longest prompt ({length}), or lower max_model_len to it.")
+    return StepShape(length, min(s.max_seqs_per_batch, max_tokens), max_tokens, length)
+
+
 def choose_attention(
     settings: Settings, platform: Platform, config: ModelConfig, needs: frozenset[str], dtype: torch.dtype
 ) -> type[PagedBackend]:
     """The one asked for, or the platform's first that computes in `dtype` and has what the model's attention
     `needs`.
     """
+    if config.encoder is not None:
+        if settings.execution.attention_backend != "auto":
+            raise LoadError("An encoder has an attention of its own: leave --attention_backend out.")
+        return EncoderAttention
     name, offered = settings.execution.attention_backend, platform.capabilities.attention_backends
     if name != "auto" and name not in offered:
         raise LoadError(f"Platform {platform.name} has no attention backend {name}: "
@@ -136,6 +156,8 @@ def plan_cache(
     config: ModelConfig, shape: StepShape, graph_bytes: int = 0, weights: WorkerMemoryResources | None = None,
 ) -> CachePlan:
     """Leaves `graph_bytes` to graphs. `weights`: the virtual memory that they are in, if they are."""
+    if config.encoder is not None:
+        return CachePlan(shape.max_seqs + 1, shape, None)
     kv, memory = settings.kv_cache, platform.memory_info()
     explicit = "max_memory_utilization" in kv.model_fields_set
     sharers = num_sharers(rank, platform)

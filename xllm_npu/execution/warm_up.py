@@ -20,7 +20,8 @@ def warm_up(worker: Worker, attention: PagedBackend, shape: StepShape) -> None:
     length = max(1, min(shape.max_tokens, shape.max_model_len - 2, WARM_UP_TOKENS))
     width = length // shape.block_size + 1
     dp_size = worker.parts.parallel.dp.size
-    for admit, start, count in ((True, 0, length), (False, length, 1)):
+    steps = ((True, 0, length), (False, length, 1))
+    for admit, start, count in steps if worker.parts.pooled is None else steps[:1]:  # vectors come without decodes
         step = warm_up_step(admit, start, count, width)
         if dp_size > 1:
             step.dp_tokens, step.dp_all_decode = [count] * dp_size, count == 1

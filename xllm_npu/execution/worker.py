@@ -24,6 +24,7 @@ from xllm_npu.execution.executor import Executor, GraphMisses
 from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
 from xllm_npu.execution.logprobs import prompt_logprobs
+from xllm_npu.execution.pooled_rows import PooledRows
 from xllm_npu.execution.sampler import Sampler, SampleResult
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
@@ -48,6 +49,7 @@ class WorkerParts:
     parallel: ParallelState = field(default_factory=ParallelState.single)
     balancer: ExpertBalancer | None = None
     constrained: ConstrainedDecoding | None = None  # where this rank samples, and grammars can be had
+    pooled: PooledRows | None = None  # prompts become vectors, and nothing is sampled
     memory: WorkerMemoryResources | None = None  # under weights and KV cache, where those are in virtual memory
 
 
@@ -70,11 +72,25 @@ class Worker:
             plan = p.executor.plan(step)
             built = p.builder.build(step, plan.graph_size, plan.padded_tokens)
             hidden = p.executor.run(built.input, plan)
+            if p.pooled is not None:
+                return self._pool(step, built, hidden, began)
             result = self._sample(built, hidden)
             prompts = self._prompt_logprobs(step, built, hidden) if step.prompt_logprobs else {}
             if p.balancer is not None:
                 p.balancer.after_step()
         return self._result(step, result, prompts, began, misses)
+
+    def _pool(self, step: StepInput, built: BuiltStep, hidden: torch.Tensor, began: float) -> StepResult:
+        pooled = self.parts.pooled
+        assert pooled is not None
+        vectors = pooled.pool(step, built, hidden)
+        result = StepResult(step_id=step.step_id)
+        if vectors is not None:
+            found = pooled.pooler(vectors, self.parts.model).float().cpu().numpy()  # [S, width]
+            result.vectors = found.tobytes()
+            result.failed = np.flatnonzero(~np.isfinite(found).all(axis=1)).tolist()
+        result.seconds = time.monotonic() - began
+        return result
 
     def _stepping(self) -> AbstractContextManager[object]:
         """Held during a step, so that no sleep takes the weights away."""

@@ -20,6 +20,7 @@ from xllm_models.attention.base import PagedBackend
 from xllm_models.backends import get_ops
 from xllm_models.config import ModelConfig
 from xllm_models.layers.sharding import check_expert_sharding, check_sharding
+from xllm_models.pooler import Pooler
 from xllm_models.registry import build_model
 from xllm_platform.base import Platform
 from xllm_platform.collectives import all_reduce
@@ -47,13 +48,14 @@ from xllm_npu.execution.load_plan import (
     workspace_bytes,
 )
 from xllm_npu.execution.model_loader import load_model_weights, read_config
+from xllm_npu.execution.pooled_rows import PooledRows
 from xllm_npu.execution.rank import Rank, is_coupled
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.virtual_weights import CheckpointLoader, build_over_pages, make_sleepy
 from xllm_npu.execution.warm_up import warm_up
 from xllm_npu.execution.worker import Worker, WorkerParts
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
-from xllm_npu.state.messages import EngineProgress, EngineReady, WeightLoad
+from xllm_npu.state.messages import EngineProgress, EngineReady, PoolingInfo, WeightLoad
 
 KERNELS_STAGE = "Loading kernels (the first start on a machine compiles them)"
 
@@ -144,6 +146,7 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
         make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank),
                     start.rank)
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
+    pooler = _pooler(start)
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
     sizes = GraphSizes(graph_sizes(settings, platform, backend, shape), prefill_graph_sizes(settings, platform, shape))
@@ -158,6 +161,8 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     model.reserve_positions(shape.max_model_len)
     worker = _assemble(start, model, attention, balancer, shape, sizes, progress)
     worker.parts.memory = memory
+    if pooler is not None:
+        worker.parts.pooled = PooledRows(pooler, shape.max_seqs, config.hidden_size, platform.device())
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)
     if balancer is not None:
@@ -165,6 +170,8 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     progress(EngineProgress("Warming up", 1, 1))
     cache = plan.blocks, plan.blocks * backend.kv_bytes_per_block(spec)
     ready = _describe(start, model, shape, weights, cache, sizes)
+    if pooler is not None:
+        _describe_pooling(ready, config, pooler)
     if memory is not None and memory.elastic and memory.has_kv:
         ready.elastic_kv_cache, ready.num_kv_blocks = True, memory.layout.num_whole_blocks - 1
     return LoadedWorker(worker, ready, start.resolved.tokenizer_dir, memory)
@@ -226,7 +233,7 @@ def _assemble(
 
 
 def _constrained(start: _Start, shape: StepShape) -> ConstrainedDecoding | None:
-    if start.grammars is None:
+    if start.grammars is None or start.config.pooling is not None:
         return None
     directory = Path(start.settings.model.tokenizer or start.resolved.tokenizer_dir)
     load = partial(start.grammars, directory, start.config.vocab_size, start.config.eos_token_ids)
@@ -301,6 +308,28 @@ def _describe(
         implementation=config.implementation, load_format=settings.model.load_format, weight_loads=[weights],
         steps_together=is_coupled(settings, config), rotary_switch=model.rotary_switch,
     )
+
+
+def _pooler(start: _Start) -> Pooler | None:
+    """With its weights, which stay where they are when the model's sleep."""
+    settings, config = start.settings, start.config
+    if config.pooling is None:
+        return None
+    pooler = Pooler(config, Path(settings.model.tokenizer or start.resolved.tokenizer_dir), start.platform.device())
+    pooler.load(start.resolved.path, settings.model.load_format == "dummy", max(settings.execution.random_seed, 0))
+    return pooler
+
+
+def _describe_pooling(ready: EngineReady, config: ModelConfig, pooler: Pooler) -> None:
+    p = pooler.pooling
+    ready.architecture = p.architecture
+    if config.encoder is not None:
+        ready.chunked_prefill = False
+    ready.pooling = PoolingInfo(
+        task=p.task, width=pooler.width, all_positions=p.pooling != "last" or config.encoder is not None,
+        normalize=p.normalize, activation=p.activation, labels=list(p.labels), matryoshka=p.matryoshka,
+        dimensions=list(p.dimensions), pairs=p.pairs, num_types=1 if config.encoder is None else max(
+            1, config.encoder.num_types))
 
 
 def model_name(settings: Settings, path: Path) -> str:

@@ -56,13 +56,16 @@ STALL_PAUSE = 0.02  # seconds until memory is asked for again, where no request 
 def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOptions:
     """What the scheduler must know, from what was set and what the engine found."""
     s, kv, profile = settings.scheduler, settings.kv_cache, settings.profile
+    shares_prefixes = kv.enable_prefix_cache and not (ready.pooling is not None and ready.pooling.all_positions)
     return SchedulerOptions(
         max_seqs=ready.max_seqs, max_tokens=ready.max_tokens_per_batch, max_model_len=ready.max_model_len,
         num_blocks=ready.num_kv_blocks + 1, block_size=ready.block_size, eos_token_ids=tuple(ready.eos_token_ids),
-        rotary_switch=ready.rotary_switch,
+        rotary_switch=ready.rotary_switch, pooling=ready.pooling is not None,
         policy=s.scheduling_policy, priority_strategy=s.priority_strategy,
-        enable_chunked_prefill=s.enable_chunked_prefill, max_chunk=max(s.max_tokens_per_chunk_for_prefill, 0),
-        enable_prefix_cache=kv.enable_prefix_cache, enable_in_batch_prefix_cache=kv.enable_in_batch_prefix_cache,
+        enable_chunked_prefill=s.enable_chunked_prefill and ready.chunked_prefill,
+        max_chunk=max(s.max_tokens_per_chunk_for_prefill, 0),
+        enable_prefix_cache=shares_prefixes,
+        enable_in_batch_prefix_cache=kv.enable_in_batch_prefix_cache,
         prefix_seed=kv.xxh3_128bits_seed, prefill_gate=s.prefill_scheduling_memory_usage_threshold,
         enable_online_preempt_offline=s.enable_online_preempt_offline,
         enable_starve_prevent=s.enable_starve_prevent, starve_seconds=s.starve_threshold,

@@ -35,6 +35,7 @@ from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AWAKE, AddRequest, EngineCommand, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
 from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
+from xllm_npu.text.pooling_prompt import encode_inputs, encode_pairs
 from xllm_npu.text.template_process import TemplateProcesses
 from xllm_npu.tracing import request_tracer
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from xllm_npu.master.beam_request import BeamRequest
     from xllm_npu.master.cluster.cluster import Cluster
     from xllm_npu.master.output_dispatcher import OutputDispatcher
-    from xllm_npu.master.request_factory import GenerationInput, RequestFactory
+    from xllm_npu.master.request_factory import GenerationInput, PoolingInput, RequestFactory
     from xllm_npu.text.chat_template import ChatTemplate
     from xllm_npu.text.grammar_compiler import GrammarCompiler
     from xllm_npu.text.output_format import OutputFormat
@@ -164,21 +165,33 @@ class LLMMaster:
         The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
         Without `stream`, and of a beam search, there is one output, at the end.
         """
-        if self._dispatcher is None:
-            raise EngineDeadError(self.failure or "The engine is not ready.")
-        if self.status is EngineStatus.SLEEPING:
-            raise ModelSleeping(f"The model {served_model_names(self.settings)[0]} is asleep.")
-        if self.status is not EngineStatus.READY or not self._engines.alive:  # its last words may be yet to come
-            raise EngineDeadError(self.failure or "The engine process has ended.")
+        self._check_serving()
         message = self._factory.make(request)
         if message.params.use_beam_search:
             return self._search(message)
+        return self._submit(message, stream)
+
+    def pool(self, request: PoolingInput) -> AsyncIterator[RequestOutput]:
+        """As `generate`, for a model that gives vectors: one output, with the vector."""
+        self._check_serving()
+        return self._submit(self._factory.make_pooling(request), stream=False)
+
+    def _submit(self, message: AddRequest, stream: bool) -> RequestStream:
+        assert self._dispatcher is not None
         outputs = RequestStream(lambda: self._abandon(message.request_id))
         self._dispatcher.open(message, self._sink(message, outputs), stream)
         engine = self._engines.send(message)
         self._timings[message.request_id].engine = engine
         self._queue.on_sent(engine)
         return outputs
+
+    def _check_serving(self) -> None:
+        if self._dispatcher is None:
+            raise EngineDeadError(self.failure or "The engine is not ready.")
+        if self.status is EngineStatus.SLEEPING:
+            raise ModelSleeping(f"The model {served_model_names(self.settings)[0]} is asleep.")
+        if self.status is not EngineStatus.READY or not self._engines.alive:  # its last words may be yet to come
+            raise EngineDeadError(self.failure or "The engine process has ended.")
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
         request_id = message.request_id
@@ -195,6 +208,25 @@ class LLMMaster:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
         return await self._in_pool(self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_inputs(self, texts: Sequence[str | list[int]], limit: int, add_special_tokens: bool = True,
+                            side: str = "right") -> list[list[int]]:
+        """Several at once; `limit`: tokens to keep of each, special ones included; 0: all. Raises InvalidParameter."""
+        inputs: list[list[int]] = await self._in_pool(encode_inputs, self.tokenizer, texts, limit, add_special_tokens,
+                                                      side)
+        return inputs
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], limit: int, instruction: str = ""
+    ) -> list[list[int]]:
+        """(query, document) as the model takes both together; `limit` as above. Raises InvalidParameter."""
+        assert self.info is not None
+        pooling = self.info.pooling
+        assert pooling is not None
+        prompts: list[list[int]] = await self._in_pool(
+            encode_pairs, self.tokenizer, pairs, limit, pooling.pairs, self.info.vocab_size, pooling.num_types,
+            instruction)
+        return prompts
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **template_kwargs: Any

@@ -55,6 +55,7 @@ class _Request:
         "sink",
         "stream",
         "touched",
+        "vector",
     )
 
     def __init__(self, request: AddRequest, sink: Sink, stream: bool) -> None:
@@ -67,6 +68,7 @@ class _Request:
         self.error: str | None = None
         self.sequences: list[SequenceOutput] = []
         self.open = 0  # sequences that have not finished
+        self.vector: bytes | None = None
         self.touched = False  # has news in this step
 
     @property
@@ -177,6 +179,7 @@ class OutputDispatcher:
             found = self._sequences.get(end.key)
             if found is not None:
                 entry, output = found
+                entry.vector = outputs.vectors.get(end.key)
                 _touch(entry, touched)
                 self._finish(entry, output, end)
         if stopped:
@@ -282,6 +285,7 @@ class OutputDispatcher:
             sequences[0].num_tokens if len(sequences) == 1 else sum(s.num_tokens for s in sequences),
             finished,
             entry.prompt_logprobs,
+            entry.vector,
             entry.error,
         )
         entry.prompt_logprobs = None

@@ -22,6 +22,10 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_STRING_CHARS = 1024
 MAX_EXTERNAL_ID_CHARS = 256
 INT32_MAX = 2**31 - 1
+GIVES_VECTORS = ("This model gives embeddings or scores and generates no text. Its routes are /v1/embeddings, "
+                 "/pooling, /classify, /score and /rerank, as far as the model goes.")
+GENERATES = ("This model generates text. For embeddings or scores start the server with a model that gives them, or "
+             "with --runner pooling.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +49,22 @@ class GenerationInput:
     truncation_side: str = "left"  # the side where tokens are dropped
 
 
+POOLING_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingInput:
+    """A prompt that is to become a vector; ids of token type t are t times the vocabulary's size and up."""
+
+    prompt_token_ids: Sequence[int] | npt.NDArray[np.int32]
+    external_id: str = ""
+    prompt_param: str = "input"
+    priority: int = 0
+    offline: bool = False
+    cache_salt: str = ""
+    arrival_time: float = field(default_factory=time.time)
+
+
 class RequestFactory:
     """Makes requests for one engine. Request ids count up from 1."""
 
@@ -64,6 +84,8 @@ class RequestFactory:
 
     def make(self, request: GenerationInput) -> AddRequest:
         """The request for the engine. Raises InvalidParameter, and nothing else, for what cannot be done."""
+        if self._info.pooling is not None:
+            raise InvalidParameter("model", GIVES_VECTORS)
         params = request.params
         params.check(self._info.vocab_size)
         self._check_params(params)
@@ -86,6 +108,27 @@ class RequestFactory:
             cache_salt=request.cache_salt,
         )
 
+    def make_pooling(self, request: PoolingInput) -> AddRequest:
+        """The same for a prompt that becomes a vector."""
+        pooling, param = self._info.pooling, request.prompt_param
+        if pooling is None:
+            raise InvalidParameter("model", GENERATES)
+        _check_common(request)
+        prompt = self._prompt_array(request, self._info.vocab_size * pooling.num_types)
+        longest = min(self._info.max_model_len, self._kv_tokens)
+        if not self._info.chunked_prefill:
+            longest = min(longest, self._info.max_tokens_per_batch)
+        if prompt.size > longest:
+            raise InvalidParameter(
+                param,
+                f"The input has {prompt.size} tokens, and this model takes {longest} at most. Shorten it, or set "
+                "truncate_prompt_tokens (-1: what the model takes).",
+            )
+        return AddRequest(
+            request_id=self.new_id(), external_id=request.external_id, prompt=prompt.tobytes(), params=POOLING_PARAMS,
+            arrival_time=request.arrival_time, priority=request.priority, offline=request.offline,
+            cache_salt=request.cache_salt)
+
     def _check_params(self, p: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(p, name)
@@ -104,9 +147,11 @@ class RequestFactory:
                 f"A stop string may have {MAX_STOP_STRING_CHARS} characters at most, got one of {too_long}.",
             )
 
-    def _prompt_array(self, request: GenerationInput) -> npt.NDArray[np.int32]:
+    def _prompt_array(
+        self, request: GenerationInput | PoolingInput, vocab_size: int = 0
+    ) -> npt.NDArray[np.int32]:
         """[num_prompt_tokens] int32, all in the vocabulary."""
-        param = request.prompt_param
+        param, size = request.prompt_param, vocab_size or self._info.vocab_size
         if len(request.prompt_token_ids) == 0:
             raise InvalidParameter(param, "The prompt is empty: it must have at least one token.")
         try:
@@ -115,12 +160,12 @@ class RequestFactory:
             ids = np.empty((0, 0), np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iuO":  # O: integers above 64 bits, out of any vocabulary
             raise InvalidParameter(param, "The prompt must be a flat list of token ids.")
-        wrong = ids[(ids < 0) | (ids >= self._info.vocab_size)]
+        wrong = ids[(ids < 0) | (ids >= size)]
         if wrong.size:
             raise InvalidParameter(
                 param,
                 f"The prompt has token id {wrong[0]}, which is not in the vocabulary "
-                f"(0 to {self._info.vocab_size - 1}).",
+                f"(0 to {size - 1}).",
             )
         return ids.astype(np.int32)
 
@@ -214,7 +259,7 @@ class RequestFactory:
         return tuple(found)
 
 
-def _check_fields(request: GenerationInput) -> None:
+def _check_common(request: GenerationInput | PoolingInput) -> None:
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidParameter(
             "cache_salt",
@@ -224,13 +269,17 @@ def _check_fields(request: GenerationInput) -> None:
         raise InvalidParameter(
             "request_id", f"request_id may have {MAX_EXTERNAL_ID_CHARS} characters at most."
         )
-    if request.truncation_side not in ("left", "right"):
-        raise InvalidParameter(
-            "truncation_side", f"truncation_side must be 'left' or 'right', got {request.truncation_side!r}."
-        )
     if abs(request.priority) > INT32_MAX:
         raise InvalidParameter(
             "priority", f"priority must be in [-{INT32_MAX}, {INT32_MAX}], got {request.priority}."
+        )
+
+
+def _check_fields(request: GenerationInput) -> None:
+    _check_common(request)
+    if request.truncation_side not in ("left", "right"):
+        raise InvalidParameter(
+            "truncation_side", f"truncation_side must be 'left' or 'right', got {request.truncation_side!r}."
         )
     for name in ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms"):
         value = getattr(request, name)

@@ -12,6 +12,7 @@ class SchedulerOptions:
     max_model_len: int
     num_blocks: int  # the dummy included
     block_size: int
+    pooling: bool = False  # a prompt becomes a vector, and no token follows it
     rotary_switch: int = 0  # a sequence that grows longer is computed anew, and shares no blocks with shorter ones
     eos_token_ids: tuple[int, ...] = ()
     policy: str = "decode_first"

@@ -41,7 +41,9 @@ class OutputProcessor:
         outputs = StepOutputs()
         if batch.num_decodes < batch.rows.size:
             self._after_prefill(batch, result, outputs)
-        if batch.sample_rows.size:
+        if batch.sample_rows.size and self.running.options.pooling:
+            self._after_pooling(batch, result, outputs)
+        elif batch.sample_rows.size:
             self._after_sampling(batch, result, outputs)
         return outputs
 
@@ -75,6 +77,20 @@ class OutputProcessor:
         self.stats.generation_tokens_total += rows.size
         outputs.keys = keys.tobytes()
         outputs.tokens = tokens.astype(np.int32, copy=False).tobytes()
+
+    def _after_pooling(self, batch: Batch, result: StepResult, outputs: StepOutputs) -> None:
+        """Prompts whose last token has been computed end here, each with its vector."""
+        table, rows = self.running.table, batch.sample_rows
+        live = (table.phase[rows] == DECODE) | self._preempted(rows, table.phase[rows])
+        if result.failed:
+            live &= self._fail(rows, result, outputs)
+        vectors = np.frombuffer(result.vectors, np.float32).reshape(rows.size, -1)
+        for i in np.flatnonzero(live).tolist():
+            sequence = self.running.by_row[rows[i]]
+            assert sequence is not None
+            outputs.vectors[sequence.key] = vectors[i].tobytes()
+            outputs.finished.append(Finished(sequence.key, FINISH_STOP))
+            self.finish(sequence)
 
     def _preempted(self, rows: I32, phase: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
         """Rows that gave way while the step was in flight: they leave, but this token is theirs if they live."""

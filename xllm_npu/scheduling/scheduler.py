@@ -91,6 +91,8 @@ class Scheduler:
         self._arrivals += 1
         request = Request(message, prompt, self._arrivals, enqueue_time=time.monotonic())
         max_total = max_total_tokens(params, len(prompt), self.options.max_model_len)
+        if self.options.pooling:
+            max_total = len(prompt) + 1  # as if its last token were in flight: it never decodes
         stop_ids = stop_token_ids(params, self.options.eos_token_ids)
         offline, rank = int(message.offline), self._strategy(message)
         for index in range(params.num_sequences):
@@ -141,9 +143,11 @@ class Scheduler:
     def _impossible(self, request: Request, max_total: int) -> str | None:
         """Why this request can never be served, or None."""
         o, n = self.options, len(request.prompt)
-        need, have = self.running.blocks.blocks_for(max_total), self.running.blocks.pool.most_blocks
-        if n == 0 or n >= o.max_model_len:
-            return f"The prompt has {n} tokens; this server takes 1 to {o.max_model_len - 1}."
+        longest = o.max_model_len if o.pooling else o.max_model_len - 1
+        need = self.running.blocks.blocks_for(n if o.pooling else max_total)
+        have = self.running.blocks.pool.most_blocks
+        if n == 0 or n > longest:
+            return f"The prompt has {n} tokens; this server takes 1 to {longest}."
         if not o.enable_chunked_prefill and n > o.max_tokens:
             return f"The prompt has {n} tokens; without chunked prefill at most {o.max_tokens} fit into one step."
         if need > have:

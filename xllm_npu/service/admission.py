@@ -21,8 +21,10 @@ from xllm_npu.service.watch import Watch
 if TYPE_CHECKING:
     from xllm_npu.master.model_set import ModelSet, ServedModel
 
+# What occupies an engine: text, or vectors and scores.
 GENERATION_PATHS = frozenset({
-    "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses"})
+    "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses",
+    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
 ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # and all of /v1/
 LOADING_RETRY_SECONDS = 5
 BUSY_RETRY_SECONDS = 1
@@ -148,7 +150,7 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = get_route_path(scope) if scope["type"] == "http" else ""
-        if not path.startswith("/v1/") and path not in ENGINE_PATHS:
+        if not path.startswith("/v1/") and path not in ENGINE_PATHS and path not in GENERATION_PATHS:
             await self._app(scope, receive, send)
             return
         generates = is_generation(scope)

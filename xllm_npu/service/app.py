@@ -21,6 +21,7 @@ from xllm_npu.service.chat import chat_router
 from xllm_npu.service.completions import completions_router
 from xllm_npu.service.console import console_paths, console_router
 from xllm_npu.service.context import ApiContext
+from xllm_npu.service.embeddings import embeddings_router
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
 from xllm_npu.service.messages import messages_router
@@ -30,6 +31,7 @@ from xllm_npu.service.openapi import describe
 from xllm_npu.service.rate_limit import RateLimitMiddleware
 from xllm_npu.service.request_id import RequestIdMiddleware
 from xllm_npu.service.request_log import RequestLogMiddleware
+from xllm_npu.service.rerank import rerank_router
 from xllm_npu.service.response_store import ResponseStore
 from xllm_npu.service.responses import responses_router
 from xllm_npu.service.root_path import RootPathMiddleware
@@ -55,7 +57,8 @@ def create_app(
     app = FastAPI(title="xllm-npu", version=__version__, docs_url=None, redoc_url=None)
     store = ResponseStore(service.responses_store_size)
     app.include_router(responses_router(context, store))
-    for router in (chat_router, messages_router, completions_router, models_router, tokenize_router):
+    for router in (chat_router, messages_router, completions_router, models_router, tokenize_router,
+                   embeddings_router, rerank_router):
         app.include_router(router(context))
     app.include_router(health_router(context, service.metrics_vllm_names))
     if service.enable_console:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 
 from xllm_npu.master.llm_master import EngineDeadError, ModelSleeping
-from xllm_npu.master.request_factory import GenerationInput
+from xllm_npu.master.request_factory import GIVES_VECTORS, GenerationInput, PoolingInput
 from xllm_npu.service import request_id
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
@@ -39,6 +39,8 @@ async def generation_request(context: ApiContext, request: Request, kind: type[G
     """The request's body, checked but for its prompt and sampling; its id; the model that it is for."""
     body = parse(kind, await read_json(request))
     target = context.target(body.model)
+    if target.info.pooling is not None:
+        raise InvalidParameter("model", GIVES_VECTORS)
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options", "stream_options is allowed only when stream is true.")
     if body.prompt_logprobs is not None and body.stream:
@@ -88,7 +90,8 @@ class UsageCount:
 class Outputs:
     """The outputs of `inputs` as (input's index, output), in order of arrival; must be closed."""
 
-    def __init__(self, master: LLMMaster, inputs: Sequence[GenerationInput], stream: bool) -> None:
+    def __init__(self, master: LLMMaster, inputs: Sequence[GenerationInput | PoolingInput], stream: bool
+                 ) -> None:
         self._stream = stream
         self._iterators: list[AsyncIterator[RequestOutput]] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -104,8 +107,10 @@ class Outputs:
             await self.aclose()
             raise
 
-    def _submit_one(self, one: GenerationInput) -> AsyncIterator[RequestOutput]:
+    def _submit_one(self, one: GenerationInput | PoolingInput) -> AsyncIterator[RequestOutput]:
         try:
+            if isinstance(one, PoolingInput):
+                return self._master.pool(one)
             return self._master.generate(one, self._stream)
         except EngineDeadError as exc:
             raise unavailable(str(exc), "engine_dead") from None
@@ -163,8 +168,8 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def submitted(context: ApiContext, request: Request, target: Target, inputs: Sequence[GenerationInput],
-                    stream: bool) -> Outputs:
+async def submitted(context: ApiContext, request: Request, target: Target,
+                    inputs: Sequence[GenerationInput | PoolingInput], stream: bool) -> Outputs:
     """The model's outputs, once it is awake."""
     await context.use(request, target)
     outputs = Outputs(target.master, inputs, stream)

@@ -9,6 +9,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from xllm_npu.service.messages_request import CountTokensBody, MessagesBody
+from xllm_npu.service.pooling_request import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    ClassifyBody,
+    EmbeddingsBody,
+    PoolBody,
+    RerankBody,
+    ScoreBody,
+)
 from xllm_npu.service.protocol import (
     BatchChatBody,
     Body,
@@ -27,6 +36,11 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/responses": (ResponsesBody,),
     "/v1/messages": (MessagesBody,),
     "/v1/messages/count_tokens": (CountTokensBody,),
+    "/v1/embeddings": (EmbeddingsBody,),
+    "/pooling": (PoolBody,),
+    "/classify": (ClassifyBody,),
+    **dict.fromkeys(SCORE_PATHS, (ScoreBody,)),
+    **dict.fromkeys(RERANK_PATHS, (RerankBody,)),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }

@@ -86,6 +86,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
 
     step_id: int
     tokens: bytes = b""  # int32 [S], in the order of Batch.sample_rows
+    vectors: bytes = b""  # float32 [S, width] instead of tokens, where outputs are pooled
     logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # index into sample_rows
     prompt_logprobs: dict[int, list[Logprobs]] = msgspec.field(default_factory=dict)  # row -> one a position
     failed: list[int] = msgspec.field(default_factory=list)  # indices into sample_rows without a usable distribution

@@ -153,6 +153,21 @@ class OwnedPages(msgspec.Struct, array_like=True, kw_only=True):
         return self.mapped * self.page_bytes * self.ranks
 
 
+class PoolingInfo(msgspec.Struct, array_like=True, kw_only=True):
+    """What a model that gives vectors gives, and what is made of them by the client."""
+
+    task: str  # embed | classify
+    width: int  # values of a vector
+    all_positions: bool  # a vector depends on all of its prompt's outputs, so that none is skipped by the prefix cache
+    normalize: bool = False  # embeddings have length 1
+    activation: str = "none"  # of labels: none | sigmoid | softmax
+    labels: list[str] = msgspec.field(default_factory=list)
+    matryoshka: bool = False  # the first values of an embedding are one too
+    dimensions: list[int] = msgspec.field(default_factory=list)  # how many may be asked for; empty: any number
+    pairs: str = ""  # how two texts become one prompt: "" (they do not) | tokens | qwen3_reranker
+    num_types: int = 1  # of token embeddings: a prompt may have ids up to so many times the vocabulary's size
+
+
 class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The engine can take requests. Figures are for the start-up screen and for validation."""
 
@@ -185,6 +200,7 @@ class EngineReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     prefill_graph_sizes: list[int] = msgspec.field(default_factory=list)  # tokens
     rotary_switch: int = 0  # a sequence longer than this is computed anew with other rotary frequencies; 0: none is
     owned_pages: list[OwnedPages] = msgspec.field(default_factory=list)  # of virtual memory
+    pooling: PoolingInfo | None = None  # prompts become vectors; None: text
 
 
 class EngineProgress(msgspec.Struct, tag=True, array_like=True):
@@ -257,6 +273,7 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
     keys: bytes = b""  # int64 [n]: sequences with a new token
     tokens: bytes = b""  # int32 [n]
+    vectors: dict[int, bytes] = msgspec.field(default_factory=dict)  # key of a sequence that ends here -> float32
     logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)  # sequence key -> its new token's
     finished: list[Finished] = msgspec.field(default_factory=list)  # after their tokens in `keys`
     prompts: list[PromptInfo] = msgspec.field(default_factory=list)

@@ -44,4 +44,5 @@ class RequestOutput:
     num_generated_tokens: int = 0  # so far, over all sequences generated (best_of included)
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    vector: bytes | None = None  # float32 values that the prompt became, where the model gives those
     error: str | None = None  # the request ended by a fault of the server's; a sentence for the client

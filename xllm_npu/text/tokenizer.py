@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from xllm_npu.state.sampling_params import InvalidParameter
@@ -92,6 +93,33 @@ class Tokenizer:
             message = f"The text has a lone surrogate ({lone!a}), which is not valid Unicode."
             raise InvalidParameter("prompt", message) from None
 
+    def encode_within(self, text: str, limit: int, add_special_tokens: bool = True, side: str = "right") -> list[int]:
+        """As `encode`, the text cut at this side so that `limit` tokens remain, special ones included."""
+        encoding = self._plain(text)
+        room = limit - (self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0)
+        if len(encoding) > room:
+            encoding.truncate(_room(room), direction=side)
+        return list(self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids)
+
+    def encode_pair(self, first: str, second: str, limit: int) -> tuple[list[int], list[int]]:
+        """(ids, type of each) of two texts in one prompt; where `limit` is not 0, the longer is cut until they fit."""
+        one, two = self._plain(first), self._plain(second)
+        if limit:
+            room = _room(limit - self._backend.num_special_tokens_to_add(True))
+            keep_one, keep_two = shared_room(len(one), len(two), room)
+            one.truncate(keep_one)
+            two.truncate(keep_two)
+        both = self._backend.post_process(one, two)
+        return list(both.ids), list(both.type_ids)
+
+    def _plain(self, text: str) -> Encoding:
+        """Without special tokens. Raises InvalidParameter."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except TypeError:  # the backend's word for a str that is no Unicode text
+            self.encode(text)  # says what is wrong
+            raise
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the whole sequence; ids that no token has add nothing."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -154,6 +182,25 @@ class Tokenizer:
             data = piece if isinstance(piece, bytes) else piece.encode("utf-8")
             known = self._alone[token_id] = (data.decode("utf-8", "replace"), list(data))
         return known
+
+
+def shared_room(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many of two texts' tokens stay: the longer one gives way until both fit into `room`."""
+    if first + second <= room:
+        return first, second
+    half = room // 2
+    if first <= half:
+        return first, room - first
+    if second <= room - half:
+        return room - second, second
+    return half, room - half
+
+
+def _room(room: int) -> int:
+    if room < 1:
+        raise InvalidParameter("truncate_prompt_tokens", "truncate_prompt_tokens leaves no room for a token of the "
+                                                         "text beside the special ones.")
+    return room
 
 
 def spare_torch() -> None:
