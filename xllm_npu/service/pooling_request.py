@@ -39,7 +39,6 @@ SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 Vector = npt.NDArray[np.float32]
-Text = str | dict[str, Any]  # or an object with "text"
 
 
 class PoolingBody(Body):
@@ -80,18 +79,17 @@ class PairsBody(PoolingBody):
 
 
 class ScoreBody(PairsBody):
-    text_1: Text | list[Text] | None = None
-    text_2: Text | list[Text] | None = None
-    queries: Text | list[Text] | None = None
-    documents: Text | list[Text] | None = None
+    text_1: Any = None  # a text or several of them, as the others: taken apart in rerank.py
+    text_2: Any = None
+    queries: Any = None  # instead of text_1
+    documents: Any = None  # instead of text_2
 
 
 class RerankBody(PairsBody):
-    query: Text
-    documents: list[Text]
+    query: Any  # a string, or an object with one as "text"
+    documents: list[Any]  # the same
     top_n: Int32 | None = Field(None, ge=0)
     return_documents: bool | None = None
-    max_tokens_per_doc: Int32 | None = Field(None, ge=1)
 
 
 class PoolingUsage(msgspec.Struct):

@@ -5,8 +5,8 @@ A cross-encoder or reranker reads both together; of an embedding model the score
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -24,7 +24,6 @@ from xllm_npu.service.pooling_request import (
     PoolingUsage,
     RerankBody,
     ScoreBody,
-    Text,
     embedding,
     named,
     pooling_call,
@@ -89,7 +88,7 @@ def rerank_router(context: ApiContext) -> APIRouter:
         scores = await _scores(call, body, [query], documents, ("query", "documents"))
         order = sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n or None]
         shown = body.return_documents is not False
-        return json_response(RerankReply(call.id or str(uuid.uuid4()), call.target.name, call.usage, [
+        return json_response(RerankReply(call.id, call.target.name, call.usage, [
             RerankResult(i, scores[i], Document(documents[i]) if shown else UNSET) for i in order]))
 
     for path in SCORE_PATHS:
@@ -128,8 +127,7 @@ async def _cosines(call: PoolingCall, queries: list[str], documents: list[str], 
     return [min(max(cosine, -1.0), 1.0) for cosine in cosines]  # rounding may carry them outside
 
 
-def _several(name: str, given: Text | list[Text] | None, other: str, instead: Text | list[Text] | None
-             ) -> tuple[str, list[str]]:
+def _several(name: str, given: Any, other: str, instead: Any) -> tuple[str, list[str]]:
     """The field that is there, and its texts."""
     if given is None:
         name, given = (other, instead) if instead is not None else (name, given)
@@ -140,13 +138,13 @@ def _several(name: str, given: Text | list[Text] | None, other: str, instead: Te
     return name, [_text(name, given)]
 
 
-def _texts(name: str, given: Sequence[Text]) -> list[str]:
+def _texts(name: str, given: Sequence[Any]) -> list[str]:
     if not 1 <= len(given) <= MAX_DOCUMENTS:
         raise InvalidParameter(name, f"{name} takes 1 to {MAX_DOCUMENTS} texts, got {len(given)}.")
     return [_text(f"{name}[{i}]", one) for i, one in enumerate(given)]
 
 
-def _text(name: str, given: Text) -> str:
+def _text(name: str, given: Any) -> str:
     text = given.get("text") if isinstance(given, dict) else given
     if not isinstance(text, str):
         raise InvalidParameter(name, f"{name} must be a string or an object with one as text, got {quote(given)}.")
