@@ -18,7 +18,7 @@ from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
              "docs/requests.md", "docs/structured-output.md",
-             "docs/tools-and-reasoning.md", "docs/models.md", "docs/parallelism.md",
+             "docs/tools-and-reasoning.md", "docs/embeddings.md", "docs/models.md", "docs/parallelism.md",
              "docs/gpu.md", "docs/install-npu.md", "docs/kernels.md", "docs/memory.md", "docs/several-models.md",
              "docs/api.md", "docs/operations.md", "docs/security.md")
 ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "docs", "benchmarks", "tests", ".ci")
@@ -67,7 +67,7 @@ def test_python_names_exist() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_flags_exist(name: str) -> None:
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", _text(name))) - OTHER_FLAGS
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", _text(name))) - OTHER_FLAGS
     unknown = [f for f in flags if _unknown(canonical(f.lstrip("-")))]
     assert unknown == []
 

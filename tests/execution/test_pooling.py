@@ -1,4 +1,4 @@
-"""Vectors of encoders and decoders against transformers: mixed lengths, chunks, prefixes, preemption, one step or many."""
+"""Vectors of encoders and decoders against transformers: mixed lengths, chunks, prefixes, little memory, many steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from xllm_models.config_keys import ModelConfigError
 
 from tests.support.pooling_models import (
     add_modules,
@@ -18,11 +20,11 @@ from tests.support.pooling_models import (
     run_pooling,
 )
 from tests.support.tiny_model import make_tiny_model
-from xllm_models.config_keys import ModelConfigError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.pooled_rows import pool_plainly
 from xllm_npu.master.engine_loop import EngineLoop
+from xllm_npu.state.messages import Resume, Sleep, Wake
 
 LENGTHS = (5, 40, 40, 3, 100, 1, 127)
 FAMILIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet")
@@ -156,6 +158,60 @@ def test_a_bare_decoder_checkpoint_gives_embeddings(tmp_path: Path, decoder) -> 
     for prompt, vector in zip(prompts, vectors):
         np.testing.assert_allclose(vector, hidden_of(model, prompt)[-1], atol=2e-5)
     assert loop.ready.architecture == "Qwen3Model"
+
+
+def test_qwen3_reranker_says_how_much_likelier_yes_is(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3", vocab=264, tie_word_embeddings=True, initializer_range=0.2)
+    file = tmp_path / "tokenizer.json"
+    backend = Tokenizer.from_file(str(file))
+    backend.add_tokens(["no", "yes"])
+    backend.save(str(file))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = prompts_of(7, 30)
+    for settings in ({"enable_qwen3_reranker": True},
+                     {"hf_overrides": {"is_original_qwen3_reranker": True, "classifier_from_token": ["no", "yes"],
+                                       "architectures": ["Qwen3ForSequenceClassification"]}}):
+        vectors, loop = run_pooling(tmp_path, prompts, **settings)
+        for prompt, vector in zip(prompts, vectors):
+            with torch.no_grad():
+                no, yes = model(input_ids=torch.tensor([prompt])).logits[0, -1, [260, 261]]
+            expected = torch.stack((no, yes)).softmax(0)[1]
+            np.testing.assert_allclose(1 / (1 + np.exp(-vector)), [expected], rtol=1e-4)
+        assert loop.ready.pooling is not None
+        assert loop.ready.pooling.pairs == "qwen3_reranker"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vectors_after_a_sleep_are_those_before(decoder, level: int) -> None:
+    directory, model = decoder
+    prompts = prompts_of(5, 60)
+    settings = {"enable_vmm_weights": True, "enable_vmm_kvcache": True, "vmm_elastic": True, "runner": "pooling",
+                "phy_page_granularity_size": "64KiB", "pooler_config": {"pooling_type": "MEAN"}}
+    loop = EngineLoop.create(settings_from_kwargs(
+        model=str(directory), dtype="float32", block_size=16, max_cache_size="24MiB", num_threads=1, **settings))
+    try:
+        before = pooled_by(loop, prompts)
+        asleep = loop.change(Sleep(level, "abort"))
+        assert (asleep.error, asleep.freed_bytes > 0) == ("", True)
+        for message in (Wake([]), Resume()):
+            assert loop.change(message).error == ""
+        after = pooled_by(loop, prompts)
+    finally:
+        loop.close()
+    for prompt, one, two in zip(prompts, before, after):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, pool_plainly("mean", hidden_of(model, prompt)), atol=2e-5)
+
+
+def test_a_network_that_is_broken_ends_its_requests_alone(tmp_path: Path) -> None:
+    """A vector that is not a number is an error, and no vector."""
+    model = make_encoder(tmp_path, "Bert")
+    model.embeddings.word_embeddings.weight.data[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AssertionError):  # where ends with a message are refused
+        run_pooling(tmp_path, [[7, 8]])
+    vectors, _ = run_pooling(tmp_path, [[9, 8]])
+    assert np.isfinite(vectors[0]).all()
 
 
 @pytest.mark.parametrize(("settings", "named"), [

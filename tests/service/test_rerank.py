@@ -70,8 +70,8 @@ async def test_the_longer_of_a_pair_gives_way() -> None:
 async def test_qwen3_rerankers_prompt_is_that_of_its_model_card() -> None:
     master = PoolingMaster(RERANKER)
     master.info.max_model_len = 1024
-    begin = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct '
-             'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+    begin = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the '
+             'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
     end = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     async with client_of(master) as client:
         for given, instruction in (
