@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+NO_SLOT = -1  # of a token without an adapter
+
 
 @dataclass(slots=True)
 class AttentionMetadata:
@@ -40,3 +42,4 @@ class ForwardInput:
     positions: torch.Tensor  # the same
     attention: AttentionMetadata
     dp_tokens: tuple[int, ...] = ()  # where data-parallel ranks step together: T of each of them; () otherwise
+    lora_slots: torch.Tensor | None = None  # as token_ids: each token's adapter slot or -1; None: no token has one

@@ -22,6 +22,7 @@ from xllm_models.layers.attention_cut import AttentionCut
 from xllm_models.layers.decoder import DecoderLayer
 from xllm_models.layers.embedding import LogitsHead, VocabEmbedding
 from xllm_models.layers.linear import ParallelLinear
+from xllm_models.layers.lora import LoraSlots
 from xllm_models.layers.moe import StepTokens
 from xllm_models.layers.norm import RMSNorm
 from xllm_models.layers.rotary import RotaryTable
@@ -47,6 +48,7 @@ class LlamaForCausalLM(nn.Module):
         self.storage_dtype = storage_dtype or dtype
         self.shard = Shard.of(config, parallel.tp)
         self.step = StepTokens()
+        self.lora: LoraSlots | None = None  # see attach_lora
         group = parallel.tp
         self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, group, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -128,6 +130,8 @@ class LlamaForCausalLM(nn.Module):
         self, layers: Iterable[Callable[..., tuple[torch.Tensor, torch.Tensor]]], input: ForwardInput
     ) -> torch.Tensor:
         self.step.counts = input.dp_tokens
+        if self.lora is not None:
+            self.lora.begin(input.lora_slots)
         for rotary in self.rotaries:
             rotary.reserve(input.attention.max_seq_len)
         hidden, residual = self.embed(input.token_ids), None

@@ -26,3 +26,4 @@ class Placement:
     # read are their parts, one after the other; the two fields above say nothing then.
     sections: tuple[tuple[int, int, int], ...] = ()
     store: Callable[[torch.Tensor], None] | None = None  # takes the part as the file has it; the only way in for uint8
+    order: torch.Tensor | None = None  # [rows of a head]: how `store` orders the rows of each head, if it does

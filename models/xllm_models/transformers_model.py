@@ -66,6 +66,7 @@ class TransformersModel(nn.Module):
     """LlamaForCausalLM's interface around a network of transformers."""
 
     rotary_switch = 0
+    lora = None  # it takes no adapters
 
     network: Any  # PreTrainedModel
 

@@ -12,6 +12,7 @@ from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.names import Given, canonical, flag, is_boolean, nearest
 
 _NUMBER = re.compile(r"-(\d|\.\d)[\d.eE+-]*")
+_ADAPTER = re.compile(r"[^=/]+=|\s*\{")
 _SHORT = ("-tp", "-dp", "-pp")  # the only one-dash names
 
 
@@ -39,6 +40,10 @@ def parse_flags(words: Sequence[str], options: Mapping[str, FieldInfo] | None = 
             given, used = _parse_flag(word, words[index : index + 1], options)
             parsed.given.append(given)
             index += used
+            if given.name == "lora_modules":  # the one name that takes several words
+                more = _lora_modules(words[index:])
+                parsed.given += [Given(given.name, value, word) for value in words[index : index + more]]
+                index += more
         except SettingsError as error:
             problems.extend(error.problems)
             # The value of a flag we do not know is no second mistake.
@@ -77,6 +82,11 @@ def _parse_flag(word: str, following: Sequence[str], options: Mapping[str, Field
     if not following or _is_flag(following[0]):
         raise SettingsError(f"{spelled} needs a value: {spelled} VALUE or {spelled}=VALUE.")
     return Given(name, following[0], spelled), 1
+
+
+def _lora_modules(words: Sequence[str]) -> int:
+    """How many of the words that follow vLLM's --lora-modules are further adapters."""
+    return next((i for i, word in enumerate(words) if _is_flag(word) or not _ADAPTER.match(word)), len(words))
 
 
 def _unknown(spelled: str, name: str, options: Mapping[str, FieldInfo]) -> str:

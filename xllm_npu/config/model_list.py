@@ -17,7 +17,7 @@ from xllm_npu.config.names import Given, flag
 from xllm_npu.config.settings import Settings, served_model_names, setting_fields, spans_machines
 from xllm_npu.config.values import split_list
 
-ONE_MODEL_SECTIONS = ("model", "kv_cache", "scheduler", "execution", "profile", "parallel")
+ONE_MODEL_SECTIONS = ("model", "kv_cache", "scheduler", "execution", "lora", "profile", "parallel")
 NAMES = "served_model_name"
 
 
@@ -77,11 +77,15 @@ def broken_list_rules(models: Sequence[Settings]) -> list[str]:
 
 def _equal_names(models: Sequence[Settings]) -> Iterator[str]:
     seen = set[str]()
-    for name in [name for settings in models for name in served_model_names(settings)]:
+    for name in [name for settings in models for name in _names(settings)]:
         if name in seen:
             yield (f"Two models would be called {name}: give each a name of its own, by --served-model-name with one "
                    'for each, or by "served_model_name" in its entry of the configuration file\'s models.')
         seen.add(name)
+
+
+def _names(settings: Settings) -> list[str]:
+    return [*served_model_names(settings), *(module.name for module in settings.lora.lora_modules)]
 
 
 def _one_machine(models: Sequence[Settings]) -> Iterator[str]:

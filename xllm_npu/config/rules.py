@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from xllm_npu.config.names import flag
-from xllm_npu.config.settings import Settings
+from xllm_npu.config.settings import Settings, served_model_names
 
 # A rule sees the settings and the spelling of those that the user gave (so not the defaults).
 Rule = Callable[[Settings, Mapping[str, str]], Iterator[str]]
@@ -163,8 +163,28 @@ def _tokenizer(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
         yield f"{spelled.get('tokenizer', '--tokenizer')}={tokenizer}: there is no such directory."
 
 
+def _lora(settings: Settings, spelled: Mapping[str, str]) -> Iterator[str]:
+    lora = settings.lora
+    modules = spelled.get("lora_modules", "--lora_modules")
+    if not lora.enable_lora:
+        for name in ("lora_modules", "allow_runtime_lora_updating"):
+            if getattr(lora, name):
+                yield f"{spelled.get(name, f'--{name}')} needs --enable_lora."
+        return
+    taken = set(served_model_names(settings))
+    for module in lora.lora_modules:
+        if module.name in taken:
+            yield f"{modules}: an adapter cannot have the model's name, {module.name}."
+    if len(lora.lora_modules) > lora.most_loaded:
+        yield (f"{modules} names {len(lora.lora_modules)} adapters, and at most {lora.most_loaded} can be loaded: "
+               "raise --max_cpu_loras.")
+    if lora.max_cpu_loras and lora.max_cpu_loras < lora.max_loras:
+        yield (f"{spelled.get('max_cpu_loras', '--max_cpu_loras')}={lora.max_cpu_loras} is less than --max_loras "
+               f"{lora.max_loras}.")
+
+
 RULES: tuple[Rule, ...] = (
     _expert_parallel, _expert_balance, _prefix_routing, _node_rank, _machines, _whole_prompt_fits_a_step,
     _chunk_size, _in_batch_prefix, _virtual_memory, _tls, _one_address, _admin_address, _root_path, _api_keys,
-    _chat_template, _tokenizer,
+    _chat_template, _tokenizer, _lora,
 )  # fmt: skip

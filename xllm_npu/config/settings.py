@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from xllm_npu.config.execution import ExecutionSettings
 from xllm_npu.config.files import FileSettings
 from xllm_npu.config.kv_cache import KvCacheSettings
+from xllm_npu.config.lora import LoraSettings
 from xllm_npu.config.model import ModelSettings
 from xllm_npu.config.parallel import DistributedSettings, ParallelSettings
 from xllm_npu.config.profile import ProfileSettings
@@ -34,6 +35,7 @@ class Settings(BaseSettings):
     kv_cache: KvCacheSettings = KvCacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     execution: ExecutionSettings = ExecutionSettings()
+    lora: LoraSettings = LoraSettings()
     profile: ProfileSettings = ProfileSettings()
     parallel: ParallelSettings = ParallelSettings()
     distributed: DistributedSettings = DistributedSettings()

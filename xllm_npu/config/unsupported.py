@@ -89,8 +89,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM
     "pipeline_parallel_size": (1,), "pp": (1,),
     "quantization": ("", "none"), "compilation_config": ("",),
-    "speculative_config": ("",), "kv_transfer_config": ("",), "enable_lora": (False,), "max_loras": ("", 1),
-    "max_lora_rank": ("", 16), "lora_modules": ("",),
+    "speculative_config": ("",), "kv_transfer_config": ("",),
     "structured_outputs_config": ("",),
     "allowed_local_media_path": ("",),
     "allowed_media_domains": ("",), "limit_mm_per_prompt": ("",), "enable_prompt_tokens_details": (False,),

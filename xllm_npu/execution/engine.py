@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from xllm_models.weights.lora_adapter import LoraError
+
 from xllm_npu.execution.engine_memory import EngineMemory
 from xllm_npu.execution.grammar_cache import GrammarCache
 from xllm_npu.execution.step_message import StepInput, build_step_input
@@ -102,6 +104,24 @@ class Engine:
         if self._others is not None:
             self._others.profile(directory)
         self._worker.profile(directory)
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """Read an adapter on every rank. Waits for the steps in flight. Raises LoraError; then no rank has it."""
+        if self._others is not None:
+            self._others.load_lora(lora_id, path)
+        try:
+            self._worker.load_lora(lora_id, path)
+        except LoraError:
+            raise
+        except Exception as error:
+            cause = error if self._others is None else self._others.cause(error)
+            raise cause from error
+
+    def unload_lora(self, lora_id: int) -> None:
+        """No step that is sent from now on uses the adapter."""
+        if self._others is not None:
+            self._others.unload_lora(lora_id)
+        self._worker.unload_lora(lora_id)
 
     def check(self) -> None:
         """Raise how a worker died, if one has: an idle engine hears of it nowhere else."""

@@ -35,6 +35,7 @@ class StepPlan:
 
     graph_size: int = 0  # rows of the decode graph
     padded_tokens: int = 0  # tokens of the pieces
+    lora: bool = False  # with adapters
 
 
 @dataclass(slots=True)
@@ -53,12 +54,12 @@ class Executor:
         self._warned = False
         self.misses = GraphMisses()
 
-    def plan(self, step: StepInput) -> StepPlan:
-        """Ranks that step together come to the same plan."""
+    def plan(self, step: StepInput, lora: bool = False) -> StepPlan:
+        """Ranks that step together come to the same sizes. `lora`: some row has an adapter."""
         num_rows, num_tokens = len(step.rows) // 4, len(step.tokens) // 4
         if step.num_decodes == num_rows and (step.dp_all_decode or not step.dp_tokens):
-            return StepPlan(graph_size=self._graph_size(max(step.dp_tokens, default=num_rows)))
-        return StepPlan(padded_tokens=self._padded_tokens(max(step.dp_tokens, default=num_tokens)))
+            return StepPlan(graph_size=self._graph_size(max(step.dp_tokens, default=num_rows)), lora=lora)
+        return StepPlan(padded_tokens=self._padded_tokens(max(step.dp_tokens, default=num_tokens)), lora=lora)
 
     def run(self, model_input: ForwardInput, plan: StepPlan) -> torch.Tensor:
         """The step's rows come first in what is returned."""

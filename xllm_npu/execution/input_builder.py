@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from xllm_models.forward_input import AttentionMetadata, ForwardInput
+from xllm_models.forward_input import NO_SLOT, AttentionMetadata, ForwardInput
 from xllm_platform.base import Event
 
 from xllm_npu.execution.step_message import StepInput
@@ -66,9 +66,10 @@ class InputBuilder:
     def __init__(
         self, *, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device, pinned: bool,
         two_rotations: bool = False, slot_dtype: torch.dtype = torch.int64,
-        new_event: Callable[[], Event] | None = None,
+        new_event: Callable[[], Event] | None = None, lora: bool = False,
     ) -> None:
         """`two_rotations`: the model wants position 2p, or 2p + 1 for rows admitted as such, instead of p.
+        `lora`: rows may have adapters.
 
         `new_event` makes events of the device, which tell when a copy has ended; None: copies end at once.
         """
@@ -89,13 +90,18 @@ class InputBuilder:
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)  # sampled last, by table row
         self._last_token_host = self.last_token.numpy() if device.type == "cpu" else None
         self._second = np.zeros(max_rows, np.int32) if two_rotations else None  # by table row: 0 or 1
+        self._lora_slot = np.full(max_rows, NO_SLOT, np.int64) if lora else None  # by table row
+        self.lora_slots = buffer(tokens if lora else 0, torch.int64)
         self._arange = np.arange(tokens + 1, dtype=np.int32)
-        self._buffers = (self.token_ids, self.positions, self.slots, self.query_start, self.seq_lens, self.block_table)
+        self._buffers = (self.token_ids, self.positions, self.slots, self.query_start, self.seq_lens, self.block_table,
+                         self.lora_slots)
         self._sent = [new_event() for _ in range(SIDES)] if new_event is not None else []
         self._step = 0
 
-    def build(self, step: StepInput, graph_size: int = 0, padded_tokens: int = 0) -> BuiltStep:
-        """Fill the buffers. `graph_size` > 0: a decode step padded to that many rows, with the full table width.
+    def build(
+        self, step: StepInput, graph_size: int = 0, padded_tokens: int = 0, lora: bool = False
+    ) -> BuiltStep:
+        """Fill the buffers, those of adapter slots where `lora`. `graph_size` > 0: a decode step padded to that many rows, with the full table width.
 
         `padded_tokens` > 0: so many tokens for the model, of which attention gets the step's own alone.
         """
@@ -117,6 +123,9 @@ class InputBuilder:
         self.slots.host[:count] = table[owner, block].astype(np.int64) * self.block_size + offset
         self.seq_lens.host[:size] = start + new
         self.query_start.host[: size + 1] = query_start
+        if lora and self._lora_slot is not None:
+            self.lora_slots.host[:count] = self._lora_slot[rows][owner]
+            self.lora_slots.host[count : max(graph_size, padded_tokens)] = NO_SLOT
         if graph_size:
             width = self.max_blocks
             self._pad(size, graph_size)
@@ -130,7 +139,7 @@ class InputBuilder:
         if padded_tokens:
             self._pad_tokens(count, padded_tokens)
         model_input = self._send(padded, graph_size or count, width, step.num_decodes if not graph_size else padded,
-                                 padded_tokens)
+                                 padded_tokens, lora)
         model_input.attention.as_graph = graph_size > 0
         model_input.dp_tokens = tuple(graph_size or padded_tokens or there for there in step.dp_tokens)
         self._fill_placeholders(rows[: step.num_decodes], tokens[: step.num_decodes])
@@ -141,27 +150,39 @@ class InputBuilder:
             all_sampled_in_order=count == size and source.size == size and step.num_decodes == size,
         )
 
-    def admit(self, row: int, second_rotation: bool) -> None:
+    def admit(self, row: int, second_rotation: bool, lora_slot: int = NO_SLOT) -> None:
         if self._second is not None:
             self._second[row] = second_rotation
+        if self._lora_slot is not None:
+            self._lora_slot[row] = lora_slot
 
-    def graph_input(self, graph_size: int, dp_size: int) -> ForwardInput:
+    @property
+    def takes_lora(self) -> bool:
+        return self._lora_slot is not None
+
+    def has_lora(self, rows: I32) -> bool:
+        """Whether one of the rows has an adapter."""
+        return self._lora_slot is not None and bool((self._lora_slot[rows] != NO_SLOT).any())
+
+    def graph_input(self, graph_size: int, dp_size: int, lora: bool = False) -> ForwardInput:
         """The input a graph of this size is captured with: padding only. `dp_size` ranks step together."""
         self._next_side()
+        self.lora_slots.host[:graph_size] = NO_SLOT
         self._pad(0, graph_size)
         self.block_table.host[: graph_size * self.max_blocks] = 0
-        model_input = self._send(graph_size, graph_size, self.max_blocks, graph_size)
+        model_input = self._send(graph_size, graph_size, self.max_blocks, graph_size, lora=lora)
         model_input.attention.as_graph = True
         model_input.dp_tokens = (graph_size,) * dp_size if dp_size > 1 else ()
         return model_input
 
-    def pieces_input(self, tokens: int, dp_size: int) -> ForwardInput:
+    def pieces_input(self, tokens: int, dp_size: int, lora: bool = False) -> ForwardInput:
         """The input that pieces of `tokens` tokens are captured with; what it says of attention means nothing."""
         self._next_side()
         self._pad(0, 1)
         self._pad_tokens(0, tokens)
+        self.lora_slots.host[:tokens] = NO_SLOT
         self.block_table.host[0] = 0
-        model_input = self._send(1, 1, 1, 1, tokens)
+        model_input = self._send(1, 1, 1, 1, tokens, lora)
         model_input.dp_tokens = (tokens,) * dp_size if dp_size > 1 else ()
         return model_input
 
@@ -195,7 +216,9 @@ class InputBuilder:
         self.token_ids.host[count:padded] = 0
         self.positions.host[count:padded] = 0
 
-    def _send(self, rows: int, tokens: int, width: int, num_decodes: int, padded_tokens: int = 0) -> ForwardInput:
+    def _send(
+        self, rows: int, tokens: int, width: int, num_decodes: int, padded_tokens: int = 0, lora: bool = False
+    ) -> ForwardInput:
         seq_lens_host = self.seq_lens.host[:rows]
         metadata = AttentionMetadata(
             num_decodes=num_decodes, num_prefills=rows - num_decodes,
@@ -205,7 +228,8 @@ class InputBuilder:
             max_seq_len=int(seq_lens_host.max()),
         )
         seen = padded_tokens or tokens
-        model_input = ForwardInput(self.token_ids.send(seen), self.positions.send(seen), metadata)
+        model_input = ForwardInput(self.token_ids.send(seen), self.positions.send(seen), metadata,
+                                   lora_slots=self.lora_slots.send(seen) if lora else None)
         if self._sent:
             self._sent[self._step % SIDES].record()
         return model_input

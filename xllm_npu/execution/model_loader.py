@@ -65,6 +65,8 @@ def _check_transformers(settings: Settings, config: ModelConfig) -> None:
         if value > 1:
             raise LoadError(f"{through}, which is not cut over devices: set --{name} 1, not {value}. Copies of the "
                             "whole model are possible with --dp_size.")
+    if settings.lora.enable_lora:
+        raise LoadError(f"{through}, which takes no LoRA adapters: turn enable_lora off.")
     if settings.execution.enable_graph:
         raise LoadError(f"{through}, which is not captured in graphs: turn enable_graph off.")
 

@@ -27,7 +27,7 @@ class PiecewiseRunner:
         """`max_tokens`: of the largest size that will be captured. `model` has `cut_attention`."""
         self._backend, self._model, self._attention = backend, model, attention
         self._max_tokens = max_tokens
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether tokens may have adapters
         self._attended: torch.Tensor | None = None  # [max_tokens, what attention gives for a token]
         self._num_tokens = 0  # of the step that runs
         self.sizes: list[int] = []
@@ -38,10 +38,12 @@ class PiecewiseRunner:
         try:
             for done, size in enumerate(sorted(sizes, reverse=True)):
                 on_progress(done, len(sizes))
-                self._graphs[size] = self._backend.capture_pieces(self._run_on(builder.pieces_input(size, dp_size)))
+                for lora in (True, False) if builder.takes_lora else (False,):
+                    run = self._run_on(builder.pieces_input(size, dp_size, lora))
+                    self._graphs[size, lora] = self._backend.capture_pieces(run)
         finally:
             self._model.cut_attention(None)
-        self.sizes = sorted(self._graphs)
+        self.sizes = sorted({size for size, _ in self._graphs})
         on_progress(len(sizes), len(sizes))
 
     def bucket(self, num_tokens: int) -> int | None:
@@ -53,7 +55,7 @@ class PiecewiseRunner:
         """[size, hidden], of which the step's tokens come first; `model_input` was padded to a captured size."""
         self._attention.prepare(model_input.attention)
         self._num_tokens = model_input.attention.slot_mapping.shape[0]
-        return self._graphs[model_input.token_ids.shape[0]].replay()
+        return self._graphs[model_input.token_ids.shape[0], model_input.lora_slots is not None].replay()
 
     def _run_on(self, model_input: ForwardInput) -> Callable[[Cut], torch.Tensor]:
         def run(cut: Cut) -> torch.Tensor:

@@ -12,9 +12,9 @@ import zmq
 
 from xllm_npu.execution.shm_ring import RingReader, RingWriter
 from xllm_npu.execution.step_message import StepInput
-from xllm_npu.execution.worker_messages import WorkerProfile, WorkerStop
+from xllm_npu.execution.worker_messages import WorkerLoadLora, WorkerProfile, WorkerStop, WorkerUnloadLora
 
-StepMessage = StepInput | WorkerProfile | WorkerStop
+StepMessage = StepInput | WorkerProfile | WorkerLoadLora | WorkerUnloadLora | WorkerStop
 ALL, FAR = b"A", b"F"  # a message's first byte is its topic: for everybody, or for those who have no ring
 
 

@@ -37,6 +37,7 @@ class StepInput(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     admitted: list[RowAdmission] = msgspec.field(default_factory=list)
     released: list[int] = msgspec.field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    lora_loads: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (slot, adapter), before the step
     # Where data-parallel ranks step together: tokens of each rank in this step, and whether all of them only decode.
     dp_tokens: list[int] = msgspec.field(default_factory=list)
     dp_all_decode: bool = False
@@ -71,5 +72,5 @@ def build_step_input(batch: Batch, table: BatchTable, block_size: int) -> StepIn
         block_table=table.block_table[rows, :width].tobytes(), table_width=width,
         sample_source=batch.sample_source.tobytes(), sample_rows=batch.sample_rows.tobytes(),
         sample_output=batch.sample_output.tobytes(), copies=batch.copies, admitted=batch.admitted,
-        released=batch.released, prompt_logprobs=batch.prompt_logprobs,
+        released=batch.released, prompt_logprobs=batch.prompt_logprobs, lora_loads=batch.lora_loads,
     )

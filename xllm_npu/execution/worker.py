@@ -24,6 +24,7 @@ from xllm_npu.execution.executor import Executor, GraphMisses
 from xllm_npu.execution.expert_balancer import ExpertBalancer
 from xllm_npu.execution.input_builder import BuiltStep, InputBuilder
 from xllm_npu.execution.logprobs import prompt_logprobs
+from xllm_npu.execution.lora_worker import LoraWorker
 from xllm_npu.execution.pooled_rows import PooledRows
 from xllm_npu.execution.sampler import Sampler, SampleResult
 from xllm_npu.execution.sampling_state import SamplingState
@@ -50,6 +51,7 @@ class WorkerParts:
     balancer: ExpertBalancer | None = None
     constrained: ConstrainedDecoding | None = None  # where this rank samples, and grammars can be had
     pooled: PooledRows | None = None  # prompts become vectors, and nothing is sampled
+    lora: LoraWorker | None = None  # where adapters can be had
     memory: WorkerMemoryResources | None = None  # under weights and KV cache, where those are in virtual memory
 
 
@@ -69,8 +71,8 @@ class Worker:
             self._update_rows(step)
             if p.constrained is not None:
                 p.constrained.begin(step.array("sample_rows"))
-            plan = p.executor.plan(step)
-            built = p.builder.build(step, plan.graph_size, plan.padded_tokens)
+            plan = p.executor.plan(step, p.builder.has_lora(step.array("rows")))
+            built = p.builder.build(step, plan.graph_size, plan.padded_tokens, plan.lora)
             hidden = p.executor.run(built.input, plan)
             if p.pooled is not None:
                 return self._pool(step, built, hidden, began)
@@ -101,6 +103,16 @@ class Worker:
         """Trace the steps that follow into files in `directory`, or with "" end that. Raises ProfileError."""
         self._profile.switch(directory)
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """Read an adapter, together with the other ranks of the engine. Raises LoraError on all or none."""
+        assert self.parts.lora is not None
+        with torch.inference_mode(), self.parts.platform.inference_context():
+            self.parts.lora.load(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        assert self.parts.lora is not None
+        self.parts.lora.unload(lora_id)
+
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""
         self.parts.parallel.shutdown()
@@ -124,7 +136,10 @@ class Worker:
                 if constrained is not None and a.params.grammar is not None:
                     constrained.admit(a.row, a.params.grammar, output)
         for a in step.admitted:
-            self.parts.builder.admit(a.row, a.second_rotation)
+            self.parts.builder.admit(a.row, a.second_rotation, a.lora_slot)
+        for slot, lora_id in step.lora_loads:
+            assert self.parts.lora is not None
+            self.parts.lora.put(slot, lora_id)
         if step.copies:
             pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.parts.builder.device)
             self.parts.attention.copy_blocks(pairs)

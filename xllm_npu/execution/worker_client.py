@@ -21,6 +21,10 @@ class StepExecutor(Protocol):
 
     def profile(self, directory: str) -> None: ...
 
+    def load_lora(self, lora_id: int, path: str) -> None: ...
+
+    def unload_lora(self, lora_id: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -37,19 +41,27 @@ class WorkerClient(Protocol):
         """After the steps sent: trace those that follow into `directory`, or with "" write what was traced."""
         ...
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """After the steps sent: read an adapter. Raises LoraError where a rank cannot; then none has it."""
+        ...
+
+    def unload_lora(self, lora_id: int) -> None:
+        """After the steps sent."""
+        ...
+
     def close(self) -> None: ...
 
 
-class _Profile:
-    """A profiler belongs to the thread that it watches, so that this goes the way of the steps."""
+class _Call:
+    """What goes the way of the steps: a profiler belongs to the thread that it watches, ranks read adapters together."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self, call: Callable[[StepExecutor], None]) -> None:
+        self._call = call
         self.done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run(self, worker: StepExecutor) -> None:
         try:
-            worker.profile(self._directory)
+            self._call(worker)
         except Exception as error:  # handed to the engine thread, which decides
             self.done.put(error)
         else:
@@ -64,11 +76,11 @@ class InProcessWorker:
     """
 
     def __init__(self, make: Callable[[], StepExecutor]) -> None:
-        self._steps: queue.SimpleQueue[StepInput | _Profile | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[StepInput | _Call | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._profile: _Profile | None = None  # that is waited for
+        self._called: _Call | None = None  # that is waited for
         self.busy_since: float | None = None  # monotonic; when the step that runs now began
         self._thread = threading.Thread(target=self._run, args=(make,), name="worker", daemon=True)
         self._thread.start()
@@ -87,7 +99,7 @@ class InProcessWorker:
             return
         self._made.put(None)
         while (step := self._steps.get()) is not None:
-            if isinstance(step, _Profile):
+            if isinstance(step, _Call):
                 step.run(worker)
                 continue
             self.busy_since = time.monotonic()
@@ -103,8 +115,8 @@ class InProcessWorker:
         self._failure = error
         self._made.put(error)
         self._results.put(error)
-        if self._profile is not None:
-            self._profile.done.put(error)
+        if self._called is not None:
+            self._called.done.put(error)
 
     def send(self, step: StepInput) -> None:
         self._steps.put(step)
@@ -116,12 +128,21 @@ class InProcessWorker:
         return result
 
     def profile(self, directory: str) -> None:
-        self._profile = _Profile(directory)
-        self._steps.put(self._profile)
+        self._do(lambda worker: worker.profile(directory))
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        self._do(lambda worker: worker.load_lora(lora_id, path))
+
+    def unload_lora(self, lora_id: int) -> None:
+        self._do(lambda worker: worker.unload_lora(lora_id))
+
+    def _do(self, call: Callable[[StepExecutor], None]) -> None:
+        self._called = _Call(call)
+        self._steps.put(self._called)
         if self._failure is not None:
             raise self._failure
-        failure = self._profile.done.get()
-        self._profile = None
+        failure = self._called.done.get()
+        self._called = None
         if failure is not None:
             raise failure
 
@@ -146,6 +167,12 @@ class DirectWorker:
 
     def profile(self, directory: str) -> None:
         self._worker.profile(directory)
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        self._worker.load_lora(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        self._worker.unload_lora(lora_id)
 
     def close(self) -> None:
         self._steps.clear()

@@ -31,11 +31,13 @@ from xllm_npu.execution.step_channel import ChannelError, StepSender
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import (
     WorkerFailed,
+    WorkerLoadLora,
     WorkerProfile,
     WorkerReady,
     WorkerReport,
     WorkerStatus,
     WorkerStop,
+    WorkerUnloadLora,
 )
 from xllm_npu.state.launch import EngineInit, RingPlace, WorkerInit
 
@@ -132,6 +134,13 @@ class WorkerGroup:
     def profile(self, directory: str) -> None:
         """As `WorkerClient.profile`; what goes wrong is in the workers' logs."""
         self._steps.send(WorkerProfile(directory))
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """As `WorkerClient.load_lora`, which says for all ranks whether it came about."""
+        self._steps.send(WorkerLoadLora(lora_id, path))
+
+    def unload_lora(self, lora_id: int) -> None:
+        self._steps.send(WorkerUnloadLora(lora_id))
 
     def cause(self, error: BaseException) -> BaseException:
         """What made rank 0 fail with `error`: the death of another rank, if one is found within a second."""

@@ -47,6 +47,7 @@ from xllm_npu.execution.load_plan import (
     step_shape,
     workspace_bytes,
 )
+from xllm_npu.execution.lora_worker import LoraWorker
 from xllm_npu.execution.model_loader import load_model_weights, read_config
 from xllm_npu.execution.pooled_rows import PooledRows
 from xllm_npu.execution.rank import Rank, is_coupled
@@ -146,6 +147,7 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
         make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank),
                     start.rank)
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
+    lora = _lora(start, model)  # likewise
     pooler = _pooler(start)
     shape = step_shape(settings, config, platform)
     spec = model.attention_spec(shape.block_size)
@@ -160,9 +162,9 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     model.bind_attention(attention)
     model.reserve_positions(shape.max_model_len)
     worker = _assemble(start, model, attention, balancer, shape, sizes, progress)
-    worker.parts.memory = memory
     if pooler is not None:
         worker.parts.pooled = PooledRows(pooler, shape.max_seqs, config.hidden_size, platform.device())
+    worker.parts.memory, worker.parts.lora = memory, lora
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)
     if balancer is not None:
@@ -214,6 +216,11 @@ def _balancer(start: _Start, model: Any) -> ExpertBalancer | None:
     return ExpertBalancer(model, start.parallel, p.eplb_update_interval, p.eplb_update_threshold)
 
 
+def _lora(start: _Start, model: Any) -> LoraWorker | None:
+    lora = start.settings.lora
+    return LoraWorker(model, lora.max_loras, lora.max_lora_rank, start.parallel.tp) if lora.enable_lora else None
+
+
 def _assemble(
     start: _Start, model: Any, attention: PagedBackend, balancer: ExpertBalancer | None, shape: StepShape,
     sizes: GraphSizes, progress: Progress,
@@ -250,7 +257,7 @@ def _builder(
         max_tokens=max(shape.max_tokens, *sizes.decode, 1), max_rows=max(shape.max_seqs, *sizes.decode, 1),
         max_blocks=-(-shape.max_model_len // shape.block_size), block_size=shape.block_size, device=platform.device(),
         pinned=capabilities.pinned_memory, two_rotations=model.rotary_switch > 0, slot_dtype=attention.slot_dtype,
-        new_event=platform.new_event if capabilities.streams else None,
+        new_event=platform.new_event if capabilities.streams else None, lora=model.lora is not None,
     )
 
 

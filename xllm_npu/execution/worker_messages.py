@@ -1,7 +1,7 @@
 """What worker processes tell their engine, beside computing: msgspec structs, one a message.
 
-Steps go the other way as `StepInput` through step_channel.py, `WorkerProfile` among them; `WorkerStop` ends their
-stream.
+Steps go the other way as `StepInput` through step_channel.py, `WorkerProfile` and the messages about adapters
+among them; `WorkerStop` ends their stream.
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ class WorkerProfile(msgspec.Struct, tag=True, array_like=True):
     """Trace the steps that follow into `directory`; without one: write what was traced."""
 
     directory: str
+
+
+class WorkerLoadLora(msgspec.Struct, tag=True, array_like=True):
+    """Read an adapter, together with the engine's other ranks; they agree among themselves whether all could."""
+
+    lora_id: int
+    path: str
+
+
+class WorkerUnloadLora(msgspec.Struct, tag=True, array_like=True):
+    """Forget an adapter."""
+
+    lora_id: int
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):

@@ -21,11 +21,13 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.execution.child import describe, follow_parent, read_line, remove_directory, speaks_for_itself
 from xllm_npu.execution.worker_messages import (
     WorkerFailed,
+    WorkerLoadLora,
     WorkerProfile,
     WorkerReady,
     WorkerReport,
     WorkerStatus,
     WorkerStop,
+    WorkerUnloadLora,
 )
 from xllm_npu.log import setup_logging
 from xllm_npu.state.launch import WorkerInit
@@ -78,6 +80,8 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
 
     ring = None if init.ring is None else RingReader(init.ring.fd, init.ring.bell, init.ring.index)
     steps = StepReceiver(init.steps, ring)
+    from xllm_models.weights.lora_adapter import LoraError
+
     from xllm_npu.execution.worker_loader import load_worker  # takes seconds, and the engine waits for who listens
     from xllm_npu.memory.worker_memory_registry import Registration, register
     from xllm_npu.memory.worker_memory_rpc import WorkerMemoryRpcServer
@@ -101,6 +105,13 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                 loaded.worker.profile(step.directory)
             except ProfileError as error:  # rank 0 has the same to say, and somebody who listens
                 log.error("no profile of rank %d: %s", init.tp_rank, error)
+        elif isinstance(step, WorkerLoadLora):
+            try:
+                loaded.worker.load_lora(step.lora_id, step.path)
+            except LoraError as error:  # likewise
+                log.error("no adapter on rank %d: %s", init.tp_rank, error)
+        elif isinstance(step, WorkerUnloadLora):
+            loaded.worker.unload_lora(step.lora_id)
         else:
             loaded.worker.execute(step)
     if memory is not None:

@@ -113,7 +113,8 @@ class DpRouter:
         chain: list[bytes] = []
         if request.params.prompt_logprobs is None:  # such prompts are computed whole, and not cached
             tokens = request.prompt_token_ids
-            self._hashes.extend_chain(chain, self._hashes.root(request.cache_salt), tokens, tokens.size)
+            root = self._hashes.root(request.cache_salt, lora_id=request.lora_id)
+            self._hashes.extend_chain(chain, root, tokens, tokens.size)
         return chain
 
     def _with_prefix(self, chain: list[bytes], num_tokens: int) -> int | None:

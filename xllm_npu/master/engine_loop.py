@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xllm_models.weights.lora_adapter import LoraError
+
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_start import start_engine
@@ -32,6 +34,7 @@ from xllm_npu.state.messages import (
     EngineCommand,
     EngineProgress,
     EngineReady,
+    LoadLora,
     OwnedPages,
     Pause,
     ResetPrefixCache,
@@ -41,6 +44,7 @@ from xllm_npu.state.messages import (
     Sleep,
     StepOutputs,
     StepTogether,
+    UnloadLora,
     Wake,
 )
 
@@ -66,6 +70,7 @@ def scheduler_options(settings: Settings, ready: EngineReady) -> SchedulerOption
         max_chunk=max(s.max_tokens_per_chunk_for_prefill, 0),
         enable_prefix_cache=shares_prefixes,
         enable_in_batch_prefix_cache=kv.enable_in_batch_prefix_cache,
+        max_loras=settings.lora.max_loras if settings.lora.enable_lora else 0,
         prefix_seed=kv.xxh3_128bits_seed, prefill_gate=s.prefill_scheduling_memory_usage_threshold,
         enable_online_preempt_offline=s.enable_online_preempt_offline,
         enable_starve_prevent=s.enable_starve_prevent, starve_seconds=s.starve_threshold,
@@ -162,10 +167,27 @@ class EngineLoop:
         if isinstance(message, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
             return CommandDone()
+        if isinstance(message, LoadLora | UnloadLora):
+            return self._change_lora(message)
         try:
             self._engine.profile(message.directory)
         except ProfileError as error:
             return CommandDone(str(error))
+        return CommandDone()
+
+    def _change_lora(self, message: LoadLora | UnloadLora) -> CommandDone:
+        lora_id = message.lora_id
+        if isinstance(message, LoadLora):
+            try:
+                self._engine.load_lora(lora_id, message.path)
+            except LoraError as error:
+                return CommandDone(str(error))
+            self.scheduler.add_lora(lora_id)
+        elif self.scheduler.uses_lora(lora_id):
+            return CommandDone("Requests that use the adapter are open.")
+        else:
+            self.scheduler.forget_lora(lora_id)
+            self._engine.unload_lora(lora_id)
         return CommandDone()
 
     def check(self) -> None:

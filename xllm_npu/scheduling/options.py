@@ -26,6 +26,7 @@ class SchedulerOptions:
     enable_online_preempt_offline: bool = True
     enable_starve_prevent: bool = True
     starve_seconds: float = 1.0
+    max_loras: int = 0  # different adapters in one step; 0: requests have none
     latency_aware: bool = False
     max_ttft_seconds: float = float("inf")  # latency budget of a step with prefill
     max_tpot_seconds: float = float("inf")  # of a step with decodes only

@@ -81,8 +81,12 @@ class PromptStage:
     def admit(self, plan: StepPlan, now: float) -> None:
         """Give waiting sequences rows and their first chunk, in order, until one does not fit."""
         running, budget = self._running, plan.budget
+        self._unpark()
         while not budget.exhausted:
             sequence = self._waiting.peek(now)
+            if sequence is not None and self._lacks_slot(sequence, now):
+                self._waiting.park(sequence)
+                continue
             if sequence is None or not self._has_room(sequence):
                 return
             self._waiting.remove(sequence)
@@ -99,6 +103,40 @@ class PromptStage:
                 request.num_cached_tokens = cached
             plan.admitted.append(admission)
 
+    def _unpark(self) -> None:
+        adapters = self._running.adapters
+        if adapters.count:
+            self._waiting.unpark(adapters.changed)
+            adapters.changed = False
+
+    def _lacks_slot(self, sequence: Sequence, now: float) -> bool:
+        """Its adapter is to wait for a slot.
+
+        Those behind it whose adapters have slots may overtake it, but not for ever: they would keep the slots.
+        """
+        adapter, adapters = sequence.request.message.lora_id, self._running.adapters
+        if not adapter:
+            return False
+        if not adapters.can_take(adapter):
+            return True
+        claim = self._waiting.claim
+        if claim is None or not claim < sequence:
+            return False
+        overtakes_online = sequence.order[0] > claim.order[0]
+        return overtakes_online or now - claim.request.enqueue_time > self._options.starve_seconds
+
+    def _make_way_for_adapter(self, plan: StepPlan) -> None:
+        """An online request waits for a slot that offline sequences alone keep: one of these gives way in each step."""
+        claim = self._waiting.claim
+        if claim is None or claim.order[0]:
+            return
+        running = [s for s in self._running.sequences() if s.request.message.lora_id]
+        online = {s.request.message.lora_id for s in running if not s.order[0]}
+        last_step = self._running.table.last_step
+        victims = [s for s in running if s.request.message.lora_id not in online and last_step[s.row] != plan.step_id]
+        if victims:
+            self._preemption.preempt(victims[-1])
+
     def _has_room(self, sequence: Sequence) -> bool:
         """The gates: a free row for it and its forks, block usage, and the prompt's whole footprint."""
         running, o = self._running, self._options
@@ -107,6 +145,7 @@ class PromptStage:
 
     def make_way_for_online(self, plan: StepPlan, now: float) -> None:
         """An online request that does not fit takes the place of the last offline sequence, one in a step."""
+        self._make_way_for_adapter(plan)
         sequence = self._waiting.peek(now)
         if sequence is None or sequence.order[0] or self._has_room(sequence):
             return
@@ -144,4 +183,5 @@ class PromptStage:
             prompt=sequence.tokens[:n].tobytes() if history else b"",
             output=sequence.tokens[n:].tobytes() if history else b"",
             second_rotation=0 < self._options.rotary_switch < len(sequence.tokens),
+            lora_slot=self._running.adapters.slot_of(sequence.request.message.lora_id),
         )

@@ -13,6 +13,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from xllm_npu.scheduling.adapter_slots import AdapterSlots
 from xllm_npu.scheduling.options import SchedulerOptions
 from xllm_npu.scheduling.strategy import ttft_deadline
 from xllm_npu.state.batch_table import DECODE, ENDED, PREFILL, BatchTable
@@ -31,6 +32,7 @@ class RunningSet:
             self.table, pool or BlockPool(options.num_blocks), size,
             prefix_seed=options.prefix_seed, enable_prefix_cache=options.enable_prefix_cache,
         )
+        self.adapters = AdapterSlots(options.max_loras)
         self.options = options
         self.by_row: list[Sequence | None] = [None] * options.max_seqs
         self.completed_step = -1
@@ -113,6 +115,7 @@ class RunningSet:
         t.arrival[row] = sequence.request.arrival * 256 + sequence.index
         t.deadline[row] = time.monotonic() + (ttft_deadline(message) - time.time())
         t.tpot[row] = message.tpot_slo_ms / 1e3 if message.tpot_slo_ms else np.inf
+        self.adapters.take(message.lora_id)
         sequence.row, sequence.state = row, SequenceState.RUNNING
         self.by_row[row] = sequence
         self.num_running += 1
@@ -145,6 +148,7 @@ class RunningSet:
         self.maybe_shared.discard(row)
         self.num_running -= 1
         self.num_offline -= sequence.order[0]
+        self.adapters.give(sequence.request.message.lora_id)
         if self.in_flight(row):
             self._leaving.append(row)
         else:
@@ -186,6 +190,9 @@ class RunningSet:
     def check_integrity(self) -> None:
         self.table.check_integrity()
         self.blocks.check_integrity()
+        self.adapters.check_integrity()
+        used = sorted({s.request.message.lora_id for s in self.sequences()} - {0})
+        assert used == self.adapters.running, "the adapters' counts and the sequences disagree"
         for row, sequence in enumerate(self.by_row):
             assert (sequence is None) == (self.table.phase[row] == 0), f"row {row} and its sequence disagree"
             assert sequence is None or sequence.row == row

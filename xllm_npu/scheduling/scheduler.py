@@ -155,6 +155,8 @@ class Scheduler:
                     f"the cache has {have} blocks.")
         if request.request_id in self.requests:
             return "A request with this id is running."
+        if request.message.lora_id and request.message.lora_id not in self.running.adapters.loaded:
+            return "The adapter that the request names is not loaded any more."
         return None
 
     def abort(self, keys: list[int]) -> None:
@@ -254,6 +256,20 @@ class Scheduler:
         """KV blocks may have memory again, after `let_go`."""
         self.running.blocks.pool.thaw()
 
+    # Adapters
+
+    def add_lora(self, lora_id: int) -> None:
+        """Workers have it: requests may name it."""
+        self.running.adapters.add(lora_id)
+
+    def uses_lora(self, lora_id: int) -> bool:
+        """Whether an open request names it."""
+        return any(request.message.lora_id == lora_id for request in self.requests.values())
+
+    def forget_lora(self, lora_id: int) -> None:
+        """No open request names it, and none may from now on. No step that is scheduled later uses it."""
+        self.running.adapters.forget(lora_id)
+
     # Schedule
 
     def schedule(self) -> BatchGroup | None:
@@ -271,7 +287,7 @@ class Scheduler:
             self._settle()
             return None
         released, self.running.released = self.running.released, []
-        batch = plan.build(self.running.table, released)
+        batch = plan.build(self.running.table, released, self.running.adapters.take_loads())
         self._in_flight.append((batch, plan.budget.features() if self._latency else ()))
         self.running.any_in_flight = True
         self._next_step += 1
@@ -374,6 +390,9 @@ class Scheduler:
         s.running, s.waiting = self.running.num_running, len(self.waiting) + len(self._unprepared)
         s.kv_usage, s.free_blocks, s.pages = pool.usage, pool.num_available, pool.page_stats()
         s.stalled = self.stalled
+        if self.options.max_loras:
+            s.running_loras = self.running.adapters.running
+            s.waiting_loras = sorted({q.request.message.lora_id for q in self.waiting} - {0})
 
     def _update_stats(self, batch: Batch, result: StepResult) -> None:
         s, prefix = self.stats, self.running.blocks.prefix.stats
@@ -398,6 +417,7 @@ class Scheduler:
             assert sequence.state is SequenceState.WAITING
             assert sequence.row == NO_ROW
             assert sequence not in self._gate.held, "a sequence waits and is held back"
+        self.waiting.check_integrity()
         for request_id, (lead, _) in self._unprepared.items():
             assert self.requests[request_id] is lead.request
             assert lead not in self.waiting, "a sequence waits before it is prepared"

@@ -38,7 +38,7 @@ class StepPlan:
         self.decode_rows.append(rows)
         self.decode_start.append(start)
 
-    def build(self, table: BatchTable, released: list[int]) -> Batch:
+    def build(self, table: BatchTable, released: list[int], lora_loads: list[tuple[int, int]]) -> Batch:
         """The batch, decodes first; prompts that end in this step are sampled, for their forks too."""
         rows = _join(self.decode_rows)
         start = _join(self.decode_start)
@@ -60,7 +60,7 @@ class StepPlan:
         return Batch(
             step_id=self.step_id, rows=rows, start=start, num_new=num_new, num_decodes=decodes,
             sample_source=source, sample_rows=receiver, sample_output=output, copies=self.copies,
-            admitted=self.admitted, released=released, prompt_logprobs=prompt_logprobs,
+            admitted=self.admitted, released=released, prompt_logprobs=prompt_logprobs, lora_loads=lora_loads,
         )
 
     def _prefill_columns(

@@ -22,6 +22,9 @@ class WaitingQueue:
         self._starve_seconds = starve_seconds
         self._prefix = prefix
         self._switch = rotary_switch
+        self._parked: dict[Sequence, None] = {}
+        self._claim: Sequence | None = None
+        self._claim_left = False  # the first of those that are parked is gone
 
     def __len__(self) -> int:
         return len(self._members)
@@ -38,7 +41,8 @@ class WaitingQueue:
         sequence.state = SequenceState.WAITING
         if self._prefix.enabled:
             count = len(sequence.tokens)
-            root = self._prefix.root(sequence.request.message.cache_salt, second=0 < self._switch < count)
+            message = sequence.request.message
+            root = self._prefix.root(message.cache_salt, 0 < self._switch < count, message.lora_id)
             if root != sequence.root:
                 sequence.root, sequence.chain = root, []
             self._prefix.extend_chain(sequence.chain, root, sequence.tokens, count)
@@ -46,8 +50,38 @@ class WaitingQueue:
         heapq.heappush(self._heap, sequence)
         self._oldest.append(sequence)
 
+    # Those that wait for an adapter slot
+
+    @property
+    def claim(self) -> Sequence | None:
+        """The first in order of those that are parked."""
+        return None if self._claim_left else self._claim
+
+    def park(self, sequence: Sequence) -> None:
+        """It waits on, and `peek` passes it over until `unpark`."""
+        self._parked[sequence] = None
+        if self._claim is None or sequence < self._claim:
+            self._claim = sequence
+
+    def unpark(self, changed: bool) -> None:
+        """`peek` looks at all again, if there is a reason: slots have `changed`, or the first of those parked left."""
+        if not self._parked or not (changed or self._claim_left):
+            return
+        for sequence in self._parked:
+            heapq.heappush(self._heap, sequence)
+        self._oldest.extendleft(sorted(self._parked, key=lambda s: s.request.enqueue_time, reverse=True))
+        self._parked.clear()
+        self._claim, self._claim_left = None, False
+
+    def check_integrity(self) -> None:
+        assert set(self._parked) <= self._members, "a sequence is parked and does not wait"
+        assert not self._parked or self._claim_left or self._claim == min(self._parked)
+
     def remove(self, sequence: Sequence) -> None:
         self._members.remove(sequence)
+        if sequence in self._parked:
+            del self._parked[sequence]
+            self._claim_left |= sequence is self._claim
         if len(self._oldest) > 2 * len(self._members) + 64:  # bounded: drop what was removed long ago
             self._oldest = deque(s for s in dict.fromkeys(self._oldest) if s in self._members)
             self._heap = [s for s in dict.fromkeys(self._heap) if s in self._members]
@@ -55,14 +89,14 @@ class WaitingQueue:
 
     def peek(self, now: float) -> Sequence | None:
         """The next to admit; `now` is monotonic seconds."""
-        while self._heap and self._heap[0] not in self._members:
+        while self._heap and (self._heap[0] not in self._members or self._heap[0] in self._parked):
             heapq.heappop(self._heap)
         if not self._heap:
             return None
         first = self._heap[0]
         if self._starve_seconds is None:
             return first
-        while self._oldest and self._oldest[0] not in self._members:
+        while self._oldest[0] not in self._members or self._oldest[0] in self._parked:  # `first` is in it too
             self._oldest.popleft()
         oldest = self._oldest[0]
         starving = now - oldest.request.enqueue_time > self._starve_seconds

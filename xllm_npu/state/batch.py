@@ -29,6 +29,7 @@ class RowAdmission(msgspec.Struct, array_like=True, kw_only=True):
     prompt: bytes = b""  # int32; only if a penalty, bad word or grammar looks at what was generated
     output: bytes = b""  # int32; tokens generated before a preemption, likewise
     second_rotation: bool = False  # the sequence is past SchedulerOptions.rotary_switch
+    lora_slot: int = -1  # where its adapter is, for as long as it has the row; -1: it has none
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,7 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, copied in order before the forward pass
     admitted: list[RowAdmission] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # rows whose worker-side state ends before this step
+    lora_loads: list[tuple[int, int]] = field(default_factory=list)  # (slot, adapter), in order, before the step
     # (index into rows, k, the prompt token after this step's positions or -1)
     prompt_logprobs: list[tuple[int, int, int]] = field(default_factory=list)
 

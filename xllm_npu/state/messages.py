@@ -39,6 +39,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     ttlt_slo_ms: int = 0
     cache_salt: str = ""
     continues: bool = False  # another that runs already: a pause that lets open requests finish lets it pass
+    lora_id: int = 0  # of an adapter that is loaded; 0: none
 
     @property
     def prompt_token_ids(self) -> npt.NDArray[np.int32]:
@@ -109,8 +110,21 @@ class Profile(msgspec.Struct, tag=True, array_like=True):
     directory: str
 
 
+class LoadLora(msgspec.Struct, tag=True, array_like=True):
+    """Read an adapter, on every rank or none, so that requests can name it."""
+
+    lora_id: int  # 1 and up, never given again in this server's life: two loads of one name are two adapters
+    path: str
+
+
+class UnloadLora(msgspec.Struct, tag=True, array_like=True):
+    """Forget an adapter, of which no request is open; harmless for one that is not there."""
+
+    lora_id: int
+
+
 class CommandDone(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a ResetPrefixCache or Profile."""
+    """The answer to an EngineCommand."""
 
     error: str = ""  # a sentence for people: why it did not come about
 
@@ -266,6 +280,8 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     prefill_graph_misses_total: int = 0  # steps with prompts above the largest captured size
     owned_pages: list[OwnedPages] = msgspec.field(default_factory=list)  # of virtual memory
     stalled: bool = False  # requests are open and none can go on: others have the memory that their KV blocks need
+    running_loras: list[int] = msgspec.field(default_factory=list)  # adapters of requests that run
+    waiting_loras: list[int] = msgspec.field(default_factory=list)  # and of those that wait
 
 
 class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
@@ -287,9 +303,9 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 ResidencyMessage = Pause | Resume | Sleep | Wake
-EngineCommand = ResetPrefixCache | Profile
+EngineCommand = ResetPrefixCache | Profile | LoadLora | UnloadLora
 ClientMessage = (AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake | ResetPrefixCache
-                 | Profile)
+                 | Profile | LoadLora | UnloadLora)
 EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed | Residency | CommandDone
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from types import ModuleType
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +20,9 @@ from xllm_platform.parallel import Group
 
 from xllm_models.placement import Placement
 from xllm_models.weight_memory import empty_weight, weights_stay
+
+if TYPE_CHECKING:
+    from xllm_models.layers.lora import LinearLora
 
 
 class ParallelLinear(nn.Module):
@@ -37,6 +41,7 @@ class ParallelLinear(nn.Module):
         self.packed: torch.Tensor | None = None
         self.stays_plain = weights_stay()
         self.adds_bias = True
+        self.lora: LinearLora | None = None  # a side path with adapters
         number = next(_numbers)
         self.register_buffer("handle", torch.tensor(number, device="cpu"), persistent=False)
         _layers[number] = self
@@ -65,7 +70,7 @@ class ParallelLinear(nn.Module):
     @property
     def opaque(self) -> bool:
         """Whether the compiler must not look inside."""
-        return self.packed is not None
+        return self.packed is not None or self.lora is not None
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """The whole of `forward`, eagerly."""
@@ -74,8 +79,12 @@ class ParallelLinear(nn.Module):
     def apply_weight(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.adds_bias else None
         if self.packed is not None:
-            return self.ops.linear_packed(x, self.packed, bias)
-        return self.ops.linear(x, self.weight, bias)
+            y = self.ops.linear_packed(x, self.packed, bias)
+        else:
+            y = self.ops.linear(x, self.weight, bias)
+        if self.lora is not None and self.lora.step.own is not None:
+            return self.lora.add(y, x)
+        return y
 
 
 class FusedColumnLinear(ParallelLinear):
@@ -132,7 +141,7 @@ class RowLinear(ParallelLinear):
 
     @property
     def opaque(self) -> bool:
-        return self.packed is not None or self.group.size > 1
+        return self.packed is not None or self.lora is not None or self.group.size > 1
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.partial(x), self.group)

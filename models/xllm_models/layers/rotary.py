@@ -73,7 +73,7 @@ def reordered(placement: Placement, order: torch.Tensor) -> Placement:
         heads = part.view(-1, order.numel(), *part.shape[1:])[:, order]
         placement.param.data[placement.dest].copy_(heads.reshape(part.shape))
 
-    return dataclasses.replace(placement, store=store)
+    return dataclasses.replace(placement, store=store, order=order)
 
 
 def cos_sin_table(rope: RopeConfig, rotary_dim: int, num_positions: int, both: bool = False) -> torch.Tensor:

@@ -19,9 +19,13 @@ class BlockHashes:
         self.block_size = block_size
         self._seed = seed
 
-    def root(self, salt: str, second: bool = False) -> bytes:
-        """`second`: of sequences whose keys are rotated otherwise, which share nothing with the rest."""
-        return xxhash.xxh3_128_digest(salt.encode() + b"\xff" * second, seed=self._seed)  # 0xff is in no UTF-8
+    def root(self, salt: str, second: bool = False, lora_id: int = 0) -> bytes:
+        """`second`: of sequences whose keys are rotated otherwise. Those, and those of each adapter, share nothing
+        with the rest.
+        """
+        adapter = b"\xfe" + lora_id.to_bytes(8, "little") if lora_id else b""
+        return xxhash.xxh3_128_digest(  # 0xfe and 0xff are in no UTF-8
+            salt.encode() + b"\xff" * second + adapter, seed=self._seed)
 
     def extend_chain(self, chain: list[bytes], root: bytes, tokens: Tokens, num_tokens: int) -> None:
         """Append the hashes of the full blocks of tokens[:num_tokens] that `chain` does not have yet."""
