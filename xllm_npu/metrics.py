@@ -10,6 +10,7 @@ no request and no engine: callers hand in numbers.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -168,6 +169,7 @@ class Metrics:
         self._pages: list[Mapping[str, Any] | None] = [None]
         self._owned: list[Mapping[str, int]] = [{}]
         self._requests = [RequestFigures()]  # by engine
+        self._loras: dict[int, tuple[int, str, str, float]] = {}  # by engine
         self._rejections: dict[str, int] = {}
         self._restarts = 0
         self._sleep_state = dict.fromkeys(SLEEP_STATES, 0) | {"awake": 1}
@@ -198,6 +200,10 @@ class Metrics:
             self._requests[engine].observe_step(stats["last_step_tokens"])
         self._engines[engine] = stats
 
+    def set_loras(self, engine: int, max_loras: int, running: Sequence[str], waiting: Sequence[str]) -> None:
+        """Adapters of requests that run and wait, where requests may have any."""
+        self._loras[engine] = max_loras, ",".join(sorted(running)), ",".join(sorted(waiting)), time.time()
+
     def of_engine(self, engine: int) -> RequestFigures:
         """What its requests experience is told to this."""
         return self._requests[engine]
@@ -205,6 +211,7 @@ class Metrics:
     def on_restart(self) -> None:
         """The engines are started again: what they counted begins anew."""
         self._restarts += 1
+        self._loras.clear()
         self._engines = [{} for _ in self._engines]
         self._pages = [None for _ in self._engines]
         self._owned = [{} for _ in self._engines]
@@ -263,6 +270,7 @@ class Metrics:
         if any(pages is not None for pages in self._pages):
             yield from self._page_families()
         yield from self._breakdowns()
+        yield from self._lora_families()
         success = CounterMetricFamily(PREFIX + "request_success", "Requests finished, by reason.",
                                       labels=(*ENGINE_LABELS, "finished_reason"))
         for engine, figures in enumerate(self._requests):
@@ -294,6 +302,17 @@ class Metrics:
         for engine, config in enumerate(self._cache_configs):
             info.add_metric([self.model_name, str(engine), *config.values()], 1)
         yield info
+
+    def _lora_families(self) -> Iterator[Metric]:
+        """As vLLM has it: the adapters are labels, and the value is the time at which that was so."""
+        if not self._loras:
+            return
+        family = GaugeMetricFamily(
+            f"{PREFIX}lora_requests_info", "Adapters of running and waiting requests; the value is a time.",
+            labels=(*ENGINE_LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"))
+        for engine, (most, running, waiting, at) in self._loras.items():
+            family.add_metric((self.model_name, str(engine), str(most), running, waiting), at)
+        yield family
 
     def _breakdowns(self) -> Iterator[Metric]:
         for name, text, kind, label, keys in ENGINE_BREAKDOWNS:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.tiny_model import EOS, byte_tokenizer
 from xllm_npu.config.kv_cache import KvCacheSettings
+from xllm_npu.config.lora import LoraSettings
 from xllm_npu.config.settings import Settings
+from xllm_npu.master.adapters import Adapters
 from xllm_npu.master.engine_group import CommandFailed
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
 from xllm_npu.master.model_residency import ResidencyError, ResidencyState
@@ -156,8 +158,10 @@ class FakeStream:
 
 class FakeMaster:
     def __init__(self, script: Script | None = None, status: EngineStatus = EngineStatus.READY, *,
-                 name: str = "tiny", memory: FakeMemory | None = None, vmm_weights: bool = True) -> None:
-        self.settings = Settings(kv_cache=KvCacheSettings(enable_vmm_kvcache=True, enable_vmm_weights=vmm_weights))
+                 name: str = "tiny", memory: FakeMemory | None = None, vmm_weights: bool = True,
+                 lora: LoraSettings | None = None) -> None:
+        self.settings = Settings(kv_cache=KvCacheSettings(enable_vmm_kvcache=True, enable_vmm_weights=vmm_weights),
+                                 lora=lora or LoraSettings())
         self.memory = memory or FakeMemory()
         self.memory.take(self)
         self.residency = ResidencyState()
@@ -190,6 +194,7 @@ class FakeMaster:
         self.stalled = self.lacked_memory = False
         self.num_waiting = 0
         self.commands: list[EngineCommand] = []
+        self.adapters = Adapters(self.settings.lora, self.command)
         self.command_failure = ""
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

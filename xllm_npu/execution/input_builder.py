@@ -101,9 +101,9 @@ class InputBuilder:
     def build(
         self, step: StepInput, graph_size: int = 0, padded_tokens: int = 0, lora: bool = False
     ) -> BuiltStep:
-        """Fill the buffers, those of adapter slots where `lora`. `graph_size` > 0: a decode step padded to that many rows, with the full table width.
+        """Fill the buffers, those of adapter slots where `lora`.
 
-        `padded_tokens` > 0: so many tokens for the model, of which attention gets the step's own alone.
+        `graph_size` > 0: a decode step padded to that many rows, with the full table width. `padded_tokens` > 0: so many tokens for the model, of which attention gets the step's own alone.
         """
         self._next_side()
         rows, start, new = step.array("rows"), step.array("start"), step.array("num_new")

@@ -53,7 +53,7 @@ class WorkerClient(Protocol):
 
 
 class _Call:
-    """What goes the way of the steps: a profiler belongs to the thread that it watches, ranks read adapters together."""
+    """What goes the way of the steps: a profiler belongs to the thread it watches, and ranks read adapters together."""
 
     def __init__(self, call: Callable[[StepExecutor], None]) -> None:
         self._call = call

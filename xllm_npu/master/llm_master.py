@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
+from xllm_npu.master.adapters import AdapterError, Adapters
 from xllm_npu.master.beam_searches import BeamSearches
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, EnginesGone, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
@@ -100,6 +101,7 @@ class LLMMaster:
         self._placing: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._timings: dict[int, RequestTiming] = {}
+        self._adapter_uses: dict[int, int] = {}  # adapters by open request
         self._template: ChatTemplate
         self._client_templates = TemplateProcesses()
         self._factory: RequestFactory
@@ -115,6 +117,7 @@ class LLMMaster:
             lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches,
             ResidencyEvents(self._on_residency, self.metrics.on_transition))
         self._restoring: asyncio.Task[None] | None = None
+        self.adapters = Adapters(settings.lora, lambda message: self._engines.command(message))
 
     async def start(self) -> None:
         """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
@@ -163,7 +166,7 @@ class LLMMaster:
         """Check and submit at once (raises InvalidParameter, EngineDeadError, ModelSleeping), then iterate outputs.
 
         The last output has finished=True. `aclose` on the iterator before that aborts the request in the engine.
-        Without `stream`, and of a beam search, there is one output, at the end.
+        Without `stream`, and of a beam search, there is one output, at the end. Raises AdapterGone too.
         """
         self._check_serving()
         message = self._factory.make(request)
@@ -195,15 +198,24 @@ class LLMMaster:
 
     def _sink(self, message: AddRequest, outputs: RequestStream) -> Callable[[RequestOutput], None]:
         request_id = message.request_id
+        if message.lora_id:
+            self.adapters.take(message.lora_id)
+            self._adapter_uses[request_id] = message.lora_id
         timing = self._timings[request_id] = RequestTiming(message, self.metrics, self._tracer)
 
         def sink(output: RequestOutput) -> None:
             timing.on_output(output)
             if output.finished:
                 self._timings.pop(request_id, None)
+                self._give_adapter(request_id)
             outputs.put(output)
 
         return sink
+
+    def _give_adapter(self, request_id: int) -> None:
+        lora_id = self._adapter_uses.pop(request_id, 0)
+        if lora_id:
+            self.adapters.give(lora_id)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
@@ -369,6 +381,10 @@ class LLMMaster:
             figures = msgspec.structs.asdict(outputs.stats)
             if outputs.stats.pages is not None:
                 figures["pages"] = msgspec.structs.asdict(outputs.stats.pages)
+            if self.adapters.enabled:
+                self.metrics.set_loras(rank, self.settings.lora.max_loras,
+                                       [self.adapters.name_of(i) for i in outputs.stats.running_loras],
+                                       [self.adapters.name_of(i) for i in outputs.stats.waiting_loras])
             figures["owned_pages"] = {one.owner: one.bytes for one in outputs.stats.owned_pages}
             self.metrics.set_engine(rank, **figures)
 
@@ -379,6 +395,13 @@ class LLMMaster:
         except Exception as error:
             log.debug("the tokenizer cannot be loaded", exc_info=True)
             self._on_exit(f"The model's tokenizer cannot be used: {error}")
+            return
+        try:
+            await self.adapters.load_all()
+        except EnginesGone:
+            return
+        except AdapterError as error:
+            self._on_exit(str(error))
             return
         if group is not self._engines or not group.alive:
             return  # it died meanwhile, and perhaps another has been started: that one will say when it is ready
@@ -431,6 +454,7 @@ class LLMMaster:
         timing = self._timings.pop(request_id, None)
         if self._dispatcher is not None and self._dispatcher.close(request_id) and timing is not None:
             timing.on_end("abort")
+        self._give_adapter(request_id)
 
     # Beam search
 
@@ -448,6 +472,7 @@ class LLMMaster:
 
     def _abandon_search(self, search: BeamRequest) -> None:
         self._searches.abandon(search)
+        self._give_adapter(search.request_id)
         timing = self._timings.pop(search.request_id, None)
         if timing is not None:
             timing.on_end("abort")

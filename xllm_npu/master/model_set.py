@@ -113,9 +113,16 @@ class ModelSet:
         if not name:
             return self.first
         model = self._by_name.get(name)
+        if model is None:  # the name of an adapter means its model
+            model = next((one for one in self._models if one.master.adapters.get(name) is not None), None)
         if model is None:
             raise UnknownModel(name)
         return model
+
+    def is_taken(self, name: str) -> bool:
+        """Whether requests that give this name go somewhere already."""
+        return bool(name) and (name in self._by_name or name in self._forks or any(
+            one.master.adapters.get(name) is not None for one in self._models))
 
     @property
     def alive(self) -> bool:
@@ -164,7 +171,7 @@ class ModelSet:
         task = self._forks.get(new_name)
         if task is not None and task[0] is parent:
             return await asyncio.shield(task[1])
-        if new_name in self._by_name or task is not None:
+        if self.is_taken(new_name):
             raise ResidencyError("invalid", f"A model is called {new_name} already.")
         forking = asyncio.create_task(self._fork(parent, new_name))
         self._forks[new_name] = (parent, forking)
@@ -216,6 +223,7 @@ class ModelSet:
             raise ResidencyError("asleep", "The model that would share its weights is not awake: wake it up first.")
         fork = type(parent)(settings.model_copy(update={
             "model": settings.model.model_copy(update={"model_id": name}),
+            "lora": settings.lora.model_copy(update={"lora_modules": ()}),  # whose names are the parent's
             "service": settings.service.model_copy(update={"served_model_name": (name,)})}))
         fork.parent = parent
         return fork

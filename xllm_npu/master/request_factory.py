@@ -42,6 +42,7 @@ class GenerationInput:
     tpot_slo_ms: int = 0
     ttlt_slo_ms: int = 0
     cache_salt: str = ""
+    lora_id: int = 0  # of a loaded adapter; 0: none
     arrival_time: float = field(default_factory=time.time)
     truncate_prompt_tokens: int | None = (
         None  # keep so many at most; -1: as many as leave room for the answer
@@ -106,6 +107,7 @@ class RequestFactory:
             tpot_slo_ms=request.tpot_slo_ms * slo,
             ttlt_slo_ms=request.ttlt_slo_ms * slo,
             cache_salt=request.cache_salt,
+            lora_id=request.lora_id,
         )
 
     def make_pooling(self, request: PoolingInput) -> AddRequest:

@@ -32,6 +32,7 @@ from xllm_npu.service.errors import (
     residency_error,
     unavailable,
 )
+from xllm_npu.service.lora import LoraRoutes
 from xllm_npu.service.request_id import RequestIdMiddleware
 from xllm_npu.state.messages import PAUSED, SLEEPING, EngineCommand, EngineReady, Profile, ResetPrefixCache
 from xllm_npu.state.sampling_params import InvalidParameter
@@ -121,12 +122,14 @@ class AdminRoutes:
         self._models = models
         self._residency = residency
         self._profile_dir = profile_dir
+        self._lora = LoraRoutes(models)
 
     def posts(self) -> dict[str, Handler]:
         return {"/sleep": self.sleep, "/wakeup": self.wake_up, "/wake_up": self.wake_up, "/pause": self.pause,
                 "/resume": self.resume, "/fork_master": self.fork_master,
                 "/reset_prefix_cache": self.reset_prefix_cache, "/start_profile": self.start_profile,
-                "/stop_profile": self.stop_profile}
+                "/stop_profile": self.stop_profile, "/v1/load_lora_adapter": self.load_lora_adapter,
+                "/v1/unload_lora_adapter": self.unload_lora_adapter}
 
     def gets(self) -> dict[str, Handler]:
         return {"/is_sleeping": self.is_sleeping, "/is_paused": self.is_paused, "/status": self.status,
@@ -203,6 +206,14 @@ class AdminRoutes:
         call = await self._read(request)
         await _commanded(call.model(), Profile(""))
         return Response(status_code=200)
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Serve a LoRA adapter of a directory on the server."""
+        return await self._lora.load((await self._read(request)).body)
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Serve it no longer; requests that are open go on."""
+        return await self._lora.unload((await self._read(request)).body)
 
     async def server_info(self, request: Request) -> Response:
         """Every model's settings, keys masked, and what its engines said of themselves when they were ready."""

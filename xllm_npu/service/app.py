@@ -24,6 +24,7 @@ from xllm_npu.service.context import ApiContext
 from xllm_npu.service.embeddings import embeddings_router
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
+from xllm_npu.service.lora import lora_router
 from xllm_npu.service.messages import messages_router
 from xllm_npu.service.messages_errors import MessagesErrorMiddleware
 from xllm_npu.service.models import models_router
@@ -61,6 +62,7 @@ def create_app(
                    embeddings_router, rerank_router):
         app.include_router(router(context))
     app.include_router(health_router(context, service.metrics_vllm_names))
+    app.include_router(lora_router(models, admission, settings.lora.allow_runtime_lora_updating))
     if service.enable_console:
         app.include_router(console_router(context, service))
     add_error_handlers(app)

@@ -28,6 +28,7 @@ class Target:
     name: str  # to answer under: as the request gave it
     model: ServedModel
     info: EngineReady
+    lora_id: int = 0  # of the adapter that the request names; 0: it names the model
 
     @property
     def master(self) -> LLMMaster:
@@ -52,7 +53,8 @@ class ApiContext:
             raise error
         if model.master.info is None:
             raise unavailable("The model is not ready.", "engine_loading")
-        return Target(name or model.name, model, model.master.info)
+        adapter = None if not name or name in model.names else model.master.adapters.get(name)
+        return Target(name or model.name, model, model.master.info, 0 if adapter is None else adapter.id)
 
     async def use(self, request: Request, target: Target) -> None:
         """Before the model is to generate: until it can, and from then on it is in use until the response has ended.

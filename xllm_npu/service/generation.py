@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
+from xllm_npu.master.adapters import AdapterGone
 from xllm_npu.master.llm_master import EngineDeadError, ModelSleeping
 from xllm_npu.master.request_factory import GIVES_VECTORS, GenerationInput, PoolingInput
 from xllm_npu.service import request_id
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
 from xllm_npu.service.context import ApiContext, Target
-from xllm_npu.service.errors import internal_error, residency_error, unavailable
+from xllm_npu.service.errors import internal_error, model_not_found, residency_error, unavailable
 from xllm_npu.service.protocol import GenerationBody, parse
 from xllm_npu.service.replies import Usage, usage
 from xllm_npu.service.watch import Watch
@@ -172,8 +173,13 @@ async def submitted(context: ApiContext, request: Request, target: Target,
                     inputs: Sequence[GenerationInput | PoolingInput], stream: bool) -> Outputs:
     """The model's outputs, once it is awake."""
     await context.use(request, target)
+    for one in inputs:
+        one.lora_id = target.lora_id
     outputs = Outputs(target.master, inputs, stream)
-    await outputs.submit()
+    try:
+        await outputs.submit()
+    except AdapterGone:
+        raise model_not_found(target.name) from None
     return outputs
 
 

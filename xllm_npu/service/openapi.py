@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from xllm_npu.service.lora import LoadLoraBody, UnloadLoraBody
 from xllm_npu.service.messages_request import CountTokensBody, MessagesBody
 from xllm_npu.service.pooling_request import (
     RERANK_PATHS,
@@ -41,6 +42,8 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/classify": (ClassifyBody,),
     **dict.fromkeys(SCORE_PATHS, (ScoreBody,)),
     **dict.fromkeys(RERANK_PATHS, (RerankBody,)),
+    "/v1/load_lora_adapter": (LoadLoraBody,),
+    "/v1/unload_lora_adapter": (UnloadLoraBody,),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }

@@ -78,10 +78,11 @@ class LinearLora(nn.Module):
         super().__init__()
         self.parts, self.slots, self.rank, self.step = tuple(parts), slots, rank, step
         width = sum(rows for _, rows in parts)
-        kind = {"dtype": dtype, "device": device}
         # [parts * slots * rank, in] and [slots * rank, out of all parts]
-        self.register_buffer("a", torch.zeros(len(parts) * slots * rank, layer.in_features, **kind), persistent=False)  # type: ignore[arg-type]
-        self.register_buffer("b", torch.zeros(slots * rank, width, **kind), persistent=False)  # type: ignore[arg-type]
+        a = torch.zeros(len(parts) * slots * rank, layer.in_features, dtype=dtype, device=device)
+        self.register_buffer("a", a, persistent=False)
+        b = torch.zeros(slots * rank, width, dtype=dtype, device=device)
+        self.register_buffer("b", b, persistent=False)
 
     def put(self, slot: int, part: int, matrices: Matrices | None) -> None:
         """A [r, in] and B [out, r] of one adapter, r at most `rank`, B scaled; None: the adapter has none here."""
@@ -149,7 +150,7 @@ class LoraSlots:
 
 
 def find_targets(model: LlamaForCausalLM) -> dict[str, LoraTarget]:
-    """What an adapter may change, by the names of the checkpoint's modules: linear layers of attention and dense MLPs."""
+    """What an adapter may change, by the checkpoint's names of modules: linear layers of attention and dense MLPs."""
     inside_experts = {id(inner) for module in model.modules() if isinstance(module, SparseMoe)
                       for inner in module.modules()}
     layers = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, ParallelLinear)

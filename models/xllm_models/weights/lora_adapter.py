@@ -79,7 +79,7 @@ def read_lora_config(directory: Path, max_rank: int) -> LoraConfig:
         raise LoraError(f"{CONFIG_NAME}: r must be a number of at least 1, got {_shown(rank)}.")
     if rank > max_rank:
         raise LoraError(f"{CONFIG_NAME}: r is {rank}, and this server takes ranks up to {max_rank} (--max_lora_rank).")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise LoraError(f"{CONFIG_NAME}: lora_alpha must be a number, got {_shown(alpha)}.")
     scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
     return LoraConfig(rank, scale, _targets(raw.get("target_modules")))
