@@ -103,7 +103,8 @@ class InputBuilder:
     ) -> BuiltStep:
         """Fill the buffers, those of adapter slots where `lora`.
 
-        `graph_size` > 0: a decode step padded to that many rows, with the full table width. `padded_tokens` > 0: so many tokens for the model, of which attention gets the step's own alone.
+        `graph_size` > 0: a decode step padded to that many rows, with the full table width. `padded_tokens` > 0: so
+        many tokens for the model, of which attention gets the step's own alone.
         """
         self._next_side()
         rows, start, new = step.array("rows"), step.array("start"), step.array("num_new")
