@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.lora import ALL, PHI3, lora_loop, make_adapter, merged_answers, run_loop
 from tests.support.tiny_model import make_tiny_model
+from xllm_npu.state.messages import LoadLora, UnloadLora
 
 NEW_TOKENS = 20
 TARGETS = {"llama": ALL, "qwen3": ALL, "phi3": PHI3}
@@ -42,7 +43,7 @@ def family(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "phi3"])
 def test_mixed_batches_equal_merged_models(family, name):
     model, adapters, requests, expected = family(name)
     loop = lora_loop(model, adapters)
@@ -51,5 +52,73 @@ def test_mixed_batches_equal_merged_models(family, name):
         # Once more, with prefixes in the cache: a beginning computed with one adapter is not another's.
         assert run_loop(loop, requests, NEW_TOKENS, first_id=len(requests)) == expected
         assert loop.scheduler.running.blocks.prefix.stats.hits > 0
+    finally:
+        loop.close()
+
+
+CHUNKS = {"max_tokens_per_chunk_for_prefill": 24, "max_tokens_per_batch": 64}
+SMALL = {"max_cache_size": 26 * 4096, "max_model_len": 160, "prefill_scheduling_memory_usage_threshold": 1.0}
+WAYS = {
+    "adapters take turns": {**CHUNKS, "max_loras": 1},
+    "preemption": {**CHUNKS, **SMALL, "max_loras": 2},
+    "everything off": {"enable_prefix_cache": False, "enable_chunked_prefill": False, "max_tokens_per_batch": 1024,
+                       "enable_schedule_overlap": False, "max_loras": 2},
+    "graph": {**CHUNKS, "enable_graph": True, "graph_batch_sizes": (1, 8)},
+    "virtual memory": {"enable_vmm_kvcache": True, "enable_vmm_weights": True, "phy_page_granularity_size": 4096},
+}
+
+
+@pytest.mark.parametrize("way", [
+    "adapters take turns", "preemption", pytest.param("everything off", marks=pytest.mark.slow),
+    pytest.param("graph", marks=pytest.mark.slow), pytest.param("virtual memory", marks=pytest.mark.slow)])
+def test_however_the_work_is_scheduled(family, way):
+    model, adapters, requests, expected = family("llama")
+    loop = lora_loop(model, adapters, **WAYS[way])
+    try:
+        assert run_loop(loop, requests, NEW_TOKENS) == expected
+        if way == "preemption":
+            assert loop.scheduler.stats.preemptions_total > 0
+    finally:
+        loop.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow),
+                                  pytest.param("phi3", marks=pytest.mark.slow)])
+def test_two_tensor_parallel_ranks(family, name):
+    model, adapters, requests, expected = family(name)
+    loop = lora_loop(model, adapters, tp_size=2, max_loras=2)
+    try:
+        assert run_loop(loop, requests, NEW_TOKENS) == expected
+        assert "no such directory" in loop.command(LoadLora(9, "/nowhere")).error
+        assert loop.command(UnloadLora(1)).error == ""
+        without = [(request, answer) for request, answer in zip(requests, expected) if request[1] != 1]
+        assert run_loop(loop, [r for r, _ in without], NEW_TOKENS, first_id=100) == [a for _, a in without]
+    finally:
+        loop.close()
+
+
+def test_an_adapter_that_is_loaded_anew_is_another(family):
+    model, adapters, requests, expected = family("llama")
+    loop = lora_loop(model, [])
+    try:
+        answers = {lora_id: [a for (_, i), a in zip(requests, expected) if i == lora_id] for lora_id in range(4)}
+        for lora_id in range(1, 5):  # through one slot, with the prefixes of those before it in the cache
+            other = 1 + lora_id % 3
+            assert loop.command(LoadLora(lora_id, str(adapters[other - 1]))).error == ""
+            asked = [(prompt, lora_id) for prompt in prompts()]
+            assert run_loop(loop, asked, NEW_TOKENS, first_id=1000 * lora_id) == answers[other]
+            assert loop.command(UnloadLora(lora_id)).error == ""
+        assert not loop.scheduler.running.adapters.loaded
+    finally:
+        loop.close()
+
+
+def test_a_request_for_an_adapter_that_is_gone_is_refused(family):
+    model, adapters, requests, _ = family("llama")
+    loop = lora_loop(model, adapters[:1])
+    try:
+        with pytest.raises(AssertionError, match="not loaded any more"):
+            run_loop(loop, [(requests[0][0], 7)], NEW_TOKENS)
     finally:
         loop.close()
