@@ -17,7 +17,7 @@ from xllm_npu.state.sampling_params import SamplingParams
 
 
 def add_request(request_id: int, prompt, **params) -> AddRequest:
-    names = ("priority", "offline", "cache_salt", "ttft_slo_ms", "tpot_slo_ms")
+    names = ("priority", "offline", "cache_salt", "ttft_slo_ms", "tpot_slo_ms", "lora_id")
     extra = {k: params.pop(k) for k in names if k in params}
     return AddRequest(request_id=request_id, external_id=f"r{request_id}", prompt=np.array(prompt, np.int32).tobytes(),
                       params=SamplingParams(**params), arrival_time=0.0, **extra)

@@ -32,11 +32,16 @@ def next_token(state: int, vocab: int, salt: int) -> int:
     return mix(state, salt + 7) % vocab
 
 
-def expected_output(prompt, count: int, vocab: int, salt: int = 0) -> list[int]:
-    state, out = prefix_hash(prompt), []
+def with_adapter(token: int, adapter: int) -> int:
+    """An adapter makes other keys and values of every token."""
+    return token + 1_000_003 * adapter
+
+
+def expected_output(prompt, count: int, vocab: int, salt: int = 0, adapter: int = 0) -> list[int]:
+    state, out = prefix_hash([with_adapter(int(token), adapter) for token in prompt]), []
     for _ in range(count):
         out.append(next_token(state, vocab, salt))
-        state = mix(state, out[-1])
+        state = mix(state, with_adapter(out[-1], adapter))
     return out
 
 
@@ -52,6 +57,9 @@ class ScriptedWorker:
         self.last_token = np.full(max_rows, -1, np.int64)
         self.sequence_index = np.full(max_rows, -1, np.int64)
         self.second_rotation = np.zeros(max_rows, np.int64)
+        self.lora_slot = np.full(max_rows, -1, np.int64)
+        self.adapters: dict[int, int] = {}  # by slot
+        self.unloaded: set[int] = set()
         self.steps = 0
 
     def execute(self, message: StepInput) -> StepResult:
@@ -68,6 +76,10 @@ class ScriptedWorker:
         for admission in step.admitted:
             self.sequence_index[admission.row] = admission.sequence_index
             self.second_rotation[admission.row] = admission.second_rotation
+            self.lora_slot[admission.row] = admission.lora_slot
+        for slot, adapter in step.lora_loads:
+            assert adapter not in self.unloaded, f"adapter {adapter} is wanted, and unloaded"
+            self.adapters[slot] = adapter
         for source, target in step.copies:
             assert self.is_mapped(source), f"block {source} is copied and has no memory"
             assert self.is_mapped(target), f"block {target} is copied to and has no memory"
@@ -97,7 +109,8 @@ class ScriptedWorker:
             slot = self._slot(table[i], position)
             assert slot[0] != 0, "a live row writes the dummy block"
             assert slot not in written, f"two rows write slot {slot} in one step"
-            state[i] = mix(before, token)
+            lora_slot = int(self.lora_slot[rows[i]])
+            state[i] = mix(before, with_adapter(token, self.adapters[lora_slot] if lora_slot >= 0 else 0))
             written[slot] = state[i]
             self.kv[slot] = state[i]
         return state
