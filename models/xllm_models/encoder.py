@@ -104,6 +104,7 @@ class EncoderLayer(nn.Module):
 
 class EncoderModel(nn.Module):
     rotary_switch = 0
+    lora = None  # it takes no adapters
     attention_needs: frozenset[str] = frozenset()
 
     def __init__(

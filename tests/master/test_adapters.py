@@ -60,7 +60,7 @@ def test_those_of_the_settings_are_loaded_first_and_come_back():
 
 def test_one_of_the_settings_that_cannot_be_loaded():
     adapters = adapters_of(Engines(bad={"/a"}), lora_modules=(LoraModule(name="a", path="/a"),))
-    with pytest.raises(AdapterError, match="The adapter a cannot be loaded: It is bad."):
+    with pytest.raises(AdapterError, match="The adapter a cannot be loaded: It is bad"):
         asyncio.run(adapters.load_all())
 
 

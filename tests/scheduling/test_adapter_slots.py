@@ -127,9 +127,9 @@ def test_what_is_unloaded_before_workers_heard_of_it_is_not_asked_for():
     slots.give(1)
     slots.forget(1)
     assert slots.take_loads() == []
+    slots.add(2)
+    slots.take(2)
     with pytest.raises(AssertionError):
-        slots.add(2)
-        slots.take(2)
         slots.forget(2)
 
 

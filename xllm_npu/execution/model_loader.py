@@ -47,6 +47,8 @@ def _check_pooling(settings: Settings, config: ModelConfig) -> None:
     """What a model that gives vectors cannot be asked for."""
     assert config.pooling is not None
     what = f"{config.pooling.architecture} gives vectors"
+    if settings.lora.enable_lora:
+        raise LoadError(f"{what}, which LoRA adapters do not change in this version: turn enable_lora off.")
     if settings.execution.enable_graph:
         raise LoadError(f"{what} and has no decode steps, which graphs are captured of: turn enable_graph off.")
     if config.encoder is None:

@@ -174,7 +174,8 @@ async def submitted(context: ApiContext, request: Request, target: Target,
     """The model's outputs, once it is awake."""
     await context.use(request, target)
     for one in inputs:
-        one.lora_id = target.lora_id
+        if isinstance(one, GenerationInput):
+            one.lora_id = target.lora_id
     outputs = Outputs(target.master, inputs, stream)
     try:
         await outputs.submit()
