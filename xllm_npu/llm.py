@@ -304,6 +304,8 @@ def start_engine(settings: Settings, listener: ProgressListener | None) -> Engin
     if spans_machines(settings):
         raise SettingsError("LLM runs one engine, on the caller's machine: leave nnodes and placement out. "
                             "Serve the model to use several machines.")
+    if settings.lora.enable_lora:
+        raise SettingsError("LLM takes no LoRA adapters in this version: leave enable_lora out, or serve the model.")
     from xllm_npu.execution.process_setup import configure_process
 
     configure_process(settings, settings.parallel.tp_size)  # thread settings count only before torch is loaded

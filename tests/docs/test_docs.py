@@ -17,7 +17,7 @@ from xllm_npu.service.protocol import IGNORED, ChatBody, CompletionBody
 from xllm_npu.service.unsupported import UNSUPPORTED
 
 DOCUMENTS = ("README.md", "README.zh.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md",
-             "docs/requests.md", "docs/structured-output.md",
+             "docs/requests.md", "docs/lora.md", "docs/structured-output.md",
              "docs/tools-and-reasoning.md", "docs/embeddings.md", "docs/models.md", "docs/parallelism.md",
              "docs/gpu.md", "docs/install-npu.md", "docs/kernels.md", "docs/memory.md", "docs/several-models.md",
              "docs/api.md", "docs/operations.md", "docs/security.md")
