@@ -97,6 +97,9 @@ def _pooled_config(path: Path, model_impl: str, wish: PoolingWish) -> ModelConfi
     raw = overridden(read_json(path / "config.json"), wish, source)
     pooling = read_pooling(path, raw, wish)
     if pooling is None:
+        if wish.pooler or wish.overrides:
+            raise ModelConfigError(f"{source}: pooler_config and hf_overrides are for models that give vectors, and "
+                                   "this one generates text: add --runner pooling, or leave them out.")
         return None
     if family := encoder_family(pooling.architecture):
         config = ModelConfig.of_encoder(raw, family, source)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from xllm_models.config_keys import ModelConfigError
 from xllm_models.pooling_config import PoolingWish, overridden, read_pooling
+from xllm_models.registry import read_model_config
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 
@@ -97,6 +98,13 @@ def test_labels_and_their_activation(tmp_path: Path) -> None:
         assert (found.labels, found.activation) == (labels, activation)
     with pytest.raises(ModelConfigError, match="Custom"):
         read(tmp_path, config | {"num_labels": 1, "sentence_transformers": {"activation_fn": "my.Custom"}})
+
+
+def test_settings_for_vectors_are_refused_where_text_is_generated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    for wish in ({"overrides": {"is_matryoshka": True}}, {"pooler": {"pooling_type": "LAST"}}):
+        with pytest.raises(ModelConfigError, match="runner pooling"):
+            read_model_config(tmp_path, wish=PoolingWish(**wish))
 
 
 def test_matryoshka_is_said_by_the_model_or_the_user(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ class PooledRows:
     def pool(self, step: StepInput, built: BuiltStep, hidden: torch.Tensor) -> torch.Tensor | None:
         """hidden [T, hidden] -> [S, hidden] of the prompts that end in this step; None: none does."""
         source = step.array("sample_source")
+        if step.num_decodes:  # the step of a rank without work, which has no rows
+            return None
         if self._seen is None:
             return None if not source.size else hidden[_index(built.sample_positions, hidden)]
         rows = self._take(step, built, hidden, self._seen)

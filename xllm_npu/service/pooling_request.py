@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -134,7 +135,7 @@ class PoolingCall:
     async def texts(self, param: str, given: Any) -> list[Vector]:
         """The vectors of `given`, a text or ids or several of them; `self.body` has the fields of a TextsBody."""
         body, inputs = self.body, list_inputs(param, given)
-        with _named(param):
+        with named(param):
             prompts = await self.target.master.encode_inputs(
                 inputs, self.limit, getattr(body, "add_special_tokens", None) is not False,
                 getattr(body, "truncation_side", None) or "right")
@@ -200,21 +201,15 @@ def names_of(param: str, given: Any, count: int) -> list[str]:
     return [f"{param}[{i}]" for i in range(count)]
 
 
-class _named:
+@contextmanager
+def named(param: str) -> Iterator[None]:
     """A fault that a tokenizer finds in a prompt is one of this field."""
-
-    def __init__(self, param: str) -> None:
-        self._param = param
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, InvalidParameter) and error.param == "prompt":
-            raise InvalidParameter(self._param, error.message) from None
-
-
-named = _named
+    try:
+        yield
+    except InvalidParameter as error:
+        if error.param != "prompt":
+            raise
+        raise InvalidParameter(param, error.message) from None
 
 
 def embedding(
