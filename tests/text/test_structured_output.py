@@ -183,3 +183,17 @@ def test_what_is_written_at_random_under_a_schema_is_valid(factory, schema, seed
 
     written = write(factory.matcher(structured_output.json_schema(schema)), np.random.default_rng(seed), 3000)
     jsonschema.validate(json.loads(bytes(BACKEND.decode(written), "utf-8")), schema)
+
+
+def test_as_many_choices_as_are_allowed_can_all_be_written(factory):
+    options = [f"c{i}" for i in range(structured_output.MAX_CHOICES)]
+    grammar = structured_output.choice(options)
+    matcher = factory.matcher(grammar)
+    for token in ids("c40"):
+        assert token in allowed(matcher)
+        assert matcher.consume_token(token)
+    assert EOS_ID in allowed(matcher)
+    assert set(ids("0123456789")) <= set(allowed(matcher))
+    assert all(accepts(factory.matcher(grammar), option) for option in options[::97])
+    assert not accepts(factory.matcher(grammar), f"c{len(options)}")
+    assert accepts(factory.matcher(structured_output.choice(["", "a"])))

@@ -54,7 +54,10 @@ def choice(options: Sequence[str]) -> str:
         raise ValueError("must have at least one option")
     _bound(len(options), MAX_CHOICES, "takes at most {limit} options, got {size}")
     _bound(sum(map(len, options)), MAX_CHOICE_CHARS, "takes at most {limit} characters in all, got {size}")
-    return _serialized({"lark_grammar": "start: " + " | ".join(map(literal, dict.fromkeys(options)))})
+    words = [literal(option) for option in dict.fromkeys(options) if option]
+    # One terminal: as alternatives of a rule each word is a state of the parser, of which it bears two thousand.
+    rule = "start: CHOICE" + "?" * ("" in options) + "\nCHOICE: " + " | ".join(words) if words else 'start: ""'
+    return _serialized({"lark_grammar": rule})
 
 
 def lark(text: str) -> str:
