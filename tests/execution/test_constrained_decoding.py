@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from xllm_models.ops import cpu_ops, torch_ops
 
 from tests.support.tiny_model import EOS, byte_tokenizer
-from xllm_npu.execution.constrained_decoding import TOO_COMPLEX, ConstrainedDecoding, GrammarMask
+from xllm_npu.execution.constrained_decoding import ConstrainedDecoding, GrammarMask
 from xllm_npu.execution.grammar_cache import MAX_GRAMMARS, GrammarCache, PreparedRequests
 from xllm_npu.execution.sampler import Sampler
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.state.batch import RowAdmission
+from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
 from xllm_npu.text import structured_output
 from xllm_npu.text.grammar_matcher import MatcherFactory
@@ -151,10 +152,10 @@ def test_a_matcher_that_fails_is_told_of_and_disturbs_no_other(constrained):
     a, b = ids("a")[0], ids("b")[0]
     constrained.begin(int32(0, 1))
     constrained.mask()
-    assert constrained.accept(int32(b, a)) == {0: TOO_COMPLEX}
+    assert constrained.accept(int32(b, a)) == {0: GRAMMAR_TOO_COMPLEX}
     constrained.begin(int32(0, 1))
     assert constrained.mask() is not None
-    assert constrained.accept(int32(a, a)) == {0: TOO_COMPLEX}
+    assert constrained.accept(int32(a, a)) == {0: GRAMMAR_TOO_COMPLEX}
 
 
 def test_requests_wait_for_their_grammars(factory):

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_model import EOS, byte_tokenizer
 from xllm_npu.config.load import settings_from_kwargs
-from xllm_npu.execution.constrained_decoding import TOO_COMPLEX, ConstrainedDecoding
+from xllm_npu.execution.constrained_decoding import ConstrainedDecoding
 from xllm_npu.master import engine_loop
 from xllm_npu.master.engine_loop import EngineLoop
 from xllm_npu.state.messages import FINISH_ERROR, FINISH_STOP, SEQUENCES_PER_REQUEST, AddRequest, Finished
+from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX
 from xllm_npu.state.sampling_params import SamplingParams
 from xllm_npu.text import structured_output
 from xllm_npu.text.grammar_matcher import MatcherFactory
@@ -241,7 +242,7 @@ def test_a_sequence_whose_grammar_fails_ends_alone(tiny_dir, monkeypatch):
     def failing(self, tokens):
         failures = real(self, tokens)
         steps.append(tokens.size)
-        return {0: TOO_COMPLEX} if len(steps) == 5 else failures
+        return {0: GRAMMAR_TOO_COMPLEX} if len(steps) == 5 else failures
 
     monkeypatch.setattr(ConstrainedDecoding, "accept", failing)
     with Run(tiny_dir) as run:
@@ -250,5 +251,5 @@ def test_a_sequence_whose_grammar_fails_ends_alone(tiny_dir, monkeypatch):
         run.finish()
         reasons = {i: run.reason(i) for i in (1, 2)}
         [failed] = [i for i, reason in reasons.items() if reason == FINISH_ERROR]
-        assert run.finished[failed * SEQUENCES_PER_REQUEST].message == TOO_COMPLEX
+        assert run.finished[failed * SEQUENCES_PER_REQUEST].message == GRAMMAR_TOO_COMPLEX
         assert len(text_of(run.output(3 - failed))) == 20

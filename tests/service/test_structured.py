@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.service.fake_master import says, tiny_matchers
+from tests.service.fake_master import output, says, tiny_matchers
+from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX, SequenceDelta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -141,3 +142,17 @@ async def test_the_text_comes_back_as_it_is(client, master):
     master.script = says('{"a"', ": 3}")
     reply = await client.post(CHAT, json=body(CHAT, response_format={"type": "json_object"}))
     assert reply.json()["choices"][0]["message"]["content"] == '{"a": 3}'
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(client, master, path):
+    async def script(request):
+        yield output(request, SequenceDelta(0, "x", [1]))
+        yield output(request, finished=True, error=GRAMMAR_TOO_COMPLEX)
+
+    master.script = script
+    fields = {"structured_outputs": {"regex": "x+"}}
+    reply = await client.post(path, json=body(path, **fields))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "grammar_too_complex")
+    reply = await client.post(path, json=body(path, stream=True, **fields))
+    assert '"code":"grammar_too_complex"' in reply.text

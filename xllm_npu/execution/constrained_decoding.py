@@ -26,10 +26,10 @@ import torch
 
 from xllm_npu.execution.grammar_cache import GrammarCache
 from xllm_npu.execution.sampling_state import to_device
+from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX
 
 Int32Array = npt.NDArray[np.int32]
 MASK_THREADS = 16
-TOO_COMPLEX = "The grammar of this request could not be followed any further; the request was ended."
 
 TokenBitmask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # the operator of xllm_models.ops
 
@@ -105,7 +105,7 @@ class ConstrainedDecoding:
             if not matcher.is_stopped():  # else it is complete, and a stop token was all it allowed
                 matcher.consume_token(int(tokens[position]))
             if matcher.is_error():
-                failures[position] = TOO_COMPLEX
+                failures[position] = GRAMMAR_TOO_COMPLEX
         self._current = []
         return failures
 

@@ -19,11 +19,11 @@ from xllm_npu.service import request_id
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
 from xllm_npu.service.context import ApiContext, Target
-from xllm_npu.service.errors import internal_error, model_not_found, residency_error, unavailable
+from xllm_npu.service.errors import ApiError, internal_error, model_not_found, residency_error, unavailable
 from xllm_npu.service.protocol import GenerationBody, parse
 from xllm_npu.service.replies import Usage, usage
 from xllm_npu.service.watch import Watch
-from xllm_npu.state.output import RequestOutput
+from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX, RequestOutput
 from xllm_npu.state.sampling_params import InvalidParameter, SamplingParams
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ class Outputs:
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
+    if output.error == GRAMMAR_TOO_COMPLEX:
+        raise ApiError(400, output.error, code="grammar_too_complex")
     if output.error is not None:
         raise internal_error(output.error)
     return output

@@ -6,6 +6,9 @@ Filled by master.output_dispatcher from the engine's StepOutputs; read by servic
 
 from dataclasses import dataclass, field
 
+# The one `RequestOutput.error` that the request has itself to blame for.
+GRAMMAR_TOO_COMPLEX = "The grammar of this request could not be followed any further; the request was ended."
+
 
 @dataclass(slots=True)
 class TokenLogprob:
@@ -45,4 +48,4 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     vector: bytes | None = None  # float32 values that the prompt became, where the model gives those
-    error: str | None = None  # the request ended by a fault of the server's; a sentence for the client
+    error: str | None = None  # why the request ended without its answer; a sentence for the client
