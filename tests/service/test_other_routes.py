@@ -64,6 +64,24 @@ async def test_openapi_names_every_field(client):
     assert {"messages", "temperature", "top_k"} <= document["components"]["schemas"][name]["properties"].keys()
 
 
+async def test_openapi_has_the_answers_kinds_and_nothing_that_is_missing(client):
+    reply = await client.get("/openapi.json")
+    document = reply.json()
+    refs = set(re.findall(r'"#/components/schemas/(\w+)"', reply.text))
+    assert refs <= document["components"]["schemas"].keys()
+    assert "422" not in reply.text
+    for path in ("/health", "/metrics", "/version", "/v1/models"):
+        answer = await client.get(path)
+        kinds = document["paths"][path]["get"]["responses"]["200"].get("content", {})
+        assert answer.headers.get("content-type", "").partition(";")[0] == "".join(kinds)
+    for path, name in (("/v1/chat/completions", "ErrorEnvelope"), ("/v1/messages", "MessagesErrorEnvelope")):
+        answer = (await client.post(path, json={})).json()
+        assert answer.keys() >= set(document["components"]["schemas"][name]["required"])
+        described = document["paths"][path]["post"]["responses"]
+        assert described["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/" + name)
+        assert described["200"]["content"].keys() == {"application/json", "text/event-stream"}
+
+
 async def test_api_keys(master):
     async with client_of(master, api_key=("first", "second")) as client:
         for path in ("/health", "/ping", "/metrics"):
