@@ -92,6 +92,7 @@ async def test_again_changes_nothing():
     [
         ("/sleep?level=deep", b"", (400, None, "level")),
         ("/sleep?level=3", b"", (400, "invalid_value", None)),
+        ("/sleep?level=" + "9" * 5000, b"", (400, None, "level")),
         ("/sleep?mode=soon", b"", (400, "invalid_value", None)),
         ("/sleep", b'{"level": true}', (400, None, "level")),
         ("/sleep", b'{"master_status": "NAP"}', (400, None, "master_status")),
@@ -148,7 +149,9 @@ async def test_status():
     async with admin_of(first, second) as (client, models):
         await first.sleep(2, "wait")
         with models.first.in_use():
-            one, other = (await client.get("/status")).json()["models"]
+            status = (await client.get("/status")).json()
+        one, other = status["models"]
+        assert status["tasks"] >= 1
         assert one == {**one, "id": "a", "names": ["a"], "status": "sleeping", "state": "sleeping", "level": 2,
                        "tags": [], "last_seconds": {"sleep": 0.5}, "freed_bytes": 7, "requests": 1, "idle_seconds": 0,
                        "failure": None, "virtual_memory_info": {"pages": {"mapped": 3}}}
