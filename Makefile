@@ -27,7 +27,7 @@ NONE_IS_WELL := || [ $$? -eq 5 ]  # pytest's code where PYTEST_ARGS leave no tes
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser test-clients api-docs clean
+.PHONY: help serve install install-dev install-npu kernels test test-full test-ray test-npu test-npu-full device-check lint lint-docker bench-host json-schema-suite test-browser test-clients test-hardening api-docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,11 @@ test-ray: install-dev  ## --placement ray, in a Ray cluster on this machine (ins
 test-clients: install-dev  ## litellm, LangChain and instructor against the server (into build/clients, with what they need)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -q --upgrade --target build/clients -r tests/clients/requirements.txt
 	PYTHONPATH=build/clients $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+
+test-hardening: install-dev  ## thousands of malformed requests, and schemathesis (into build/schemathesis), against servers
+	$(PYTHON) -m venv build/schemathesis
+	build/schemathesis/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -q -r tests/hardening/requirements.txt
+	XLLM_NPU_SCHEMATHESIS=build/schemathesis/bin/schemathesis $(BIN)/python -m pytest tests/hardening $(PYTEST_ARGS)
 
 test-browser: install-dev  ## the web console in a headless Chromium (needs one: apt-get install chromium)
 	TEST_BROWSER_REQUIRED=1 $(BIN)/python -m pytest -m browser $(PYTEST_ARGS)

@@ -141,7 +141,8 @@ class ServerProcess:
             connections = self._self.net_connections("tcp")
         except psutil.NoSuchProcess:
             raise AssertionError(f"the server ended: {self.stderr}") from None
-        return next((c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN), None)
+        listening = [str(c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+        return next((int(port) for port in listening if port not in self._command), None)  # not the admin routes'
 
     def client(self, **options: object) -> httpx.Client:
         transport = httpx.HTTPTransport(uds=self.uds) if self.uds else None
