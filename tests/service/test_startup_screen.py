@@ -4,7 +4,7 @@ import msgspec
 
 from tests.service.fake_master import INFO
 from xllm_npu.service.startup_screen import StartupScreen, amount, byte_text
-from xllm_npu.state.messages import EngineProgress, WeightLoad
+from xllm_npu.state.messages import EngineProgress, PoolingInfo, WeightLoad
 
 
 class Terminal(io.StringIO):
@@ -61,6 +61,21 @@ def test_amounts():
     assert amount(EngineProgress("x", 3, 0, "files")) == "3 files"
     assert amount(EngineProgress("x", 0, 0)) == ""
     assert byte_text(1 << 60) == "1048576.0 TiB"
+
+
+def test_what_a_model_gives_that_writes_no_text():
+    embeds = PoolingInfo(task="embed", width=1024, all_positions=True, normalize=True)
+    for pooling, said in (
+        (embeds, "Gives: embeddings of 1,024 values and length 1"), (
+            msgspec.structs.replace(embeds, task="classify", labels=["a"]), "Gives: scores"),
+        (msgspec.structs.replace(embeds, task="classify", labels=["a", "b"]), "Gives: one of 2 classes"),
+    ):
+        stream = io.StringIO()
+        info = msgspec.structs.replace(INFO, pooling=pooling, kv_cache_bytes=0)
+        StartupScreen(stream).show_ready([(info, ("tiny",))], "http://127.0.0.1:8000")
+        lines = stream.getvalue().splitlines()
+        assert said in lines
+        assert "KV cache: none" in lines
 
 
 def test_how_the_network_runs_and_what_loading_took():

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from xllm_npu.state.messages import EngineProgress, EngineReady, WeightLoad
+from xllm_npu.state.messages import EngineProgress, EngineReady, PoolingInfo, WeightLoad
 from xllm_npu.version import __version__
 
 _IMPLEMENTATIONS = {
@@ -104,14 +104,21 @@ def facts(info: EngineReady, model_names: tuple[str, ...]) -> list[tuple[str, st
         *((("Engines", f"{info.engines}, {'stepping together' if info.steps_together else 'independent'}"),)
           if each else ()),
         ("Context", f"{info.max_model_len:,} tokens"),
+        *((("Gives", pooling_text(info.pooling)),) if info.pooling is not None else ()),
         ("KV cache", f"{up_to}{info.num_kv_blocks:,} blocks of {info.block_size}{each}: {tokens:,} tokens, "
-                     f"{byte_text(info.kv_cache_bytes)}{' in all' if each else ''}"),
+                     f"{byte_text(info.kv_cache_bytes)}{' in all' if each else ''}" if info.kv_cache_bytes else "none"),
         ("Batch", f"up to {info.max_seqs:,} sequences, {info.max_tokens_per_batch:,} tokens a step{each}"),
         ("Graphs", ", ".join(map(str, sizes)) if sizes else "off"),
         *((("Graphs of prompts", f"{', '.join(map(str, info.prefill_graph_sizes))} tokens"),)
           if info.prefill_graph_sizes else ()),
         ("Loaded in", f"{info.load_seconds:.1f} s"),
     ]
+
+
+def pooling_text(pooling: PoolingInfo) -> str:
+    if pooling.task == "embed":
+        return f"embeddings of {pooling.width:,} values{' and length 1' if pooling.normalize else ''}"
+    return "scores" if len(pooling.labels) == 1 else f"one of {len(pooling.labels):,} classes"
 
 
 def load_text(load: WeightLoad) -> str:
