@@ -51,7 +51,8 @@ def test_a_good_one(read, adapter):
     assert (files.config.rank, files.config.scale) == (4, 2.0)
     assert len(files.matrices) == 4
     assert torch.equal(files.matrices[Q][0], load_file(adapter / WEIGHTS_NAME)[A])
-    edit_config(adapter, use_rslora=True, lora_alpha=3, target_modules=".*_proj")
+    edit_config(adapter, use_rslora=True, lora_alpha=3, target_modules=".*_proj", init_lora_weights="gaussian",
+                eva_config=None, lora_dropout=0.1, megatron_core="megatron.core")
     assert read().config.scale == 3 / math.sqrt(4)
 
 
@@ -61,6 +62,8 @@ BAD_CONFIGS = {
     "ranks up to 8 \\(--max_lora_rank\\)": {"r": 16}, "r must be": {"r": "4"}, "at least 1, got 0": {"r": 0},
     "lora_alpha must be": {"lora_alpha": "much"}, "target_modules must be": {"target_modules": [1]},
     "target_modules has k_proj": {"target_modules": ["q_proj", "k_proj"]}, "fan_in_fan_out": {"fan_in_fan_out": True},
+    "arrow_config is not supported": {"arrow_config": {"top_k": 2}}, "use_bdlora": {"use_bdlora": {"x": 1}},
+    "changes the model's own weights": {"init_lora_weights": "pissa_niter_4"},
     "r is 2|needs \\[2, 64\\]": {"r": 2},
 }  # fmt: skip
 

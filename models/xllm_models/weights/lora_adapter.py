@@ -28,6 +28,10 @@ REFUSED = {
     "trainable_token_indices": "trainable_token_indices", "use_qalora": "QALoRA (use_qalora)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
 }  # fmt: skip
+# Variants of LoRA have keys like "use_dora" and "arrow_config"; these are none.
+HARMLESS = frozenset({"use_rslora", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config",
+                      "runtime_config"})
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal")  # of training; others change the model's own weights too
 MANY = 3  # names that an error lists
 Shapes = Mapping[str, tuple[int, int]]  # module -> (out, in) of its matrix
 
@@ -72,6 +76,13 @@ def read_lora_config(directory: Path, max_rank: int) -> LoraConfig:
     for key, name in REFUSED.items():
         if raw.get(key):
             raise LoraError(f"{CONFIG_NAME}: {name} is not supported.")
+    for key, value in raw.items():
+        if value and key not in HARMLESS and (key.startswith("use_") or key.endswith("_config")):
+            raise LoraError(f"{CONFIG_NAME}: {_shown(key)} is not supported.")
+    start = raw.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in PLAIN_STARTS:
+        raise LoraError(f"{CONFIG_NAME}: init_lora_weights is {_shown(start)}, which changes the model's own weights. "
+                        "Save the adapter with path_initial_model_for_weight_conversion.")
     if raw.get("bias", "none") != "none":
         raise LoraError(f"{CONFIG_NAME}: bias is {_shown(raw['bias'])}; only none is supported.")
     rank, alpha = raw.get("r"), raw.get("lora_alpha", raw.get("r"))
