@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.lora import ALL, PHI3, lora_loop, make_adapter, merged_answers, run_loop
 from tests.support.tiny_model import make_tiny_model
-from xllm_npu.state.messages import LoadLora, UnloadLora
+from xllm_npu.state.messages import SLEEPING, LoadLora, Resume, Sleep, UnloadLora, Wake
 
 NEW_TOKENS = 20
 TARGETS = {"llama": ALL, "qwen3": ALL, "phi3": PHI3}
@@ -120,5 +120,22 @@ def test_a_request_for_an_adapter_that_is_gone_is_refused(family):
     try:
         with pytest.raises(AssertionError, match="not loaded any more"):
             run_loop(loop, [(requests[0][0], 7)], NEW_TOKENS)
+    finally:
+        loop.close()
+
+
+@pytest.mark.slow
+def test_adapters_stay_while_the_model_sleeps(family):
+    model, adapters, requests, expected = family("llama")
+    loop = lora_loop(model, adapters, **WAYS["virtual memory"])
+    try:
+        for level in (1, 2):
+            assert loop.change(Sleep(level, "abort")).state == SLEEPING
+            if level == 2:  # one may come meanwhile
+                assert loop.command(UnloadLora(3)).error == ""
+                assert loop.command(LoadLora(3, str(adapters[2]))).error == ""
+            loop.change(Wake([]))
+            loop.change(Resume())
+            assert run_loop(loop, requests, NEW_TOKENS, first_id=1000 * level) == expected
     finally:
         loop.close()

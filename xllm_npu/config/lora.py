@@ -35,14 +35,21 @@ def parse_modules(value: Any) -> Any:
 
 
 def _module(item: Any) -> Any:
-    if not isinstance(item, str):
+    if isinstance(item, LoraModule):
         return item
-    if item.lstrip().startswith("{"):
-        return _parsed(item)
-    name, equals, path = item.partition("=")
-    if not equals or not name.strip() or not path.strip():
+    found = item
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        found = _parsed(item)
+    elif isinstance(item, str):
+        name, _, path = item.partition("=")
+        found = {"name": name.strip(), "path": path.strip()}
+    if not isinstance(found, dict) or not (_is_text(found.get("name")) and _is_text(found.get("path"))):
         raise ValueError(f"takes NAME=PATH or a JSON object with name and path, got {item!r}")
-    return {"name": name.strip(), "path": path.strip()}
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _parsed(text: str) -> Any:
