@@ -7,8 +7,8 @@ import json
 import pytest
 
 from xllm_npu.config.errors import SettingsError
-from xllm_npu.config.lora import LoraModule
 from xllm_npu.config.load import load_settings, settings_from_kwargs
+from xllm_npu.config.lora import LoraModule
 from xllm_npu.config.settings import Settings
 
 A, B = LoraModule(name="a", path="/x/a"), LoraModule(name="b", path="/x/b=1", base_model_name="base")
