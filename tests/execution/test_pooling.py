@@ -24,7 +24,8 @@ from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.pooled_rows import pool_plainly
 from xllm_npu.master.engine_loop import EngineLoop
-from xllm_npu.state.messages import Resume, Sleep, Wake
+from xllm_npu.master.request_factory import POOLING_PARAMS
+from xllm_npu.state.messages import FINISH_ABORT, AbortRequest, AddRequest, Resume, Sleep, Wake, sequence_key
 
 LENGTHS = (5, 40, 40, 3, 100, 1, 127)
 FAMILIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet")
@@ -201,6 +202,39 @@ def test_vectors_after_a_sleep_are_those_before(decoder, level: int) -> None:
     for prompt, one, two in zip(prompts, before, after):
         np.testing.assert_array_equal(one, two)
         np.testing.assert_allclose(one, pool_plainly("mean", hidden_of(model, prompt)), atol=2e-5)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_clients_that_leave_get_no_vector_and_leave_nothing(decoder, overlap: bool) -> None:
+    """Before their first step, between chunks, and with their last step in flight."""
+    directory, model = decoder
+    prompts = prompts_of(60, 60, 60, 60, seed=3)
+    loop = EngineLoop.create(settings_from_kwargs(
+        model=str(directory), dtype="float32", block_size=16, max_cache_size="24MiB", num_threads=1, runner="pooling",
+        max_tokens_per_batch=32, enable_schedule_overlap=overlap))
+    try:
+        for steps in range(8):
+            for i, prompt in enumerate(prompts):
+                loop.submit(AddRequest(request_id=i, external_id="", prompt=np.array(prompt, np.int32).tobytes(),
+                                       params=POOLING_PARAMS, arrival_time=0.0))
+            found: dict[int, bytes] = {}
+            for _ in range(steps):
+                outputs = loop.step()
+                found |= outputs.vectors if outputs is not None else {}
+            leaving = sequence_key(1, 0)
+            left = leaving not in found
+            loop.submit(AbortRequest([leaving], FINISH_ABORT))
+            while loop.has_work():
+                outputs = loop.step()
+                found |= outputs.vectors if outputs is not None else {}
+            assert (leaving in found) != left
+            for i in (0, 2, 3):
+                vector = np.frombuffer(found[sequence_key(i, 0)], np.float32)
+                np.testing.assert_allclose(vector, hidden_of(model, prompts[i])[-1], atol=2e-5)
+            loop.scheduler.check_integrity()
+            loop.scheduler.reset_prefix_cache()
+    finally:
+        loop.close()
 
 
 def test_a_network_that_is_broken_ends_its_requests_alone(tmp_path: Path) -> None:
