@@ -57,7 +57,8 @@ def step(rows: list[int], new: list[int]) -> StepInput:
     def i32(values: list[int]) -> bytes:
         return np.array(values, np.int32).tobytes()
 
-    return StepInput(step_id=0, num_decodes=sum(count == 1 for count in new), rows=i32(rows), start=i32([0] * len(rows)),
+    decodes = sum(count == 1 for count in new)
+    return StepInput(step_id=0, num_decodes=decodes, rows=i32(rows), start=i32([0] * len(rows)),
                      num_new=i32(new), tokens=i32([1] * sum(new)), block_table=i32([1] * len(rows)), table_width=1,
                      sample_source=i32([]), sample_rows=i32([]), sample_output=i32([]))
 
