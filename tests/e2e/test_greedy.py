@@ -63,6 +63,9 @@ VARIANTS = {
     "gemma3": ("gemma3", {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt oss": ("gpt_oss", {"sliding_window": 24, "num_local_experts": 8}),
 }
+# Their networks' numbers are tested in tests/xllm_models; to the scheduler they are others of the list.
+SLOW_VARIANTS = {"llama tied", "llama linear", "llama dynamic", "llama llama3", "qwen2 yarn", "mistral",
+                 "mistral window", "deepseek v2 direct queries", "deepseek v3 yarn", "glm"}
 POLICIES = ("decode_first", "prefill_first", "unified")
 EVERYTHING_ON = {"max_tokens_per_chunk_for_prefill": 24, "max_tokens_per_batch": 64}
 EVERYTHING_OFF = {"enable_prefix_cache": False, "enable_chunked_prefill": False, "enable_schedule_overlap": False,
@@ -100,7 +103,8 @@ def check(directory, cases, **settings):
     return loop.scheduler.stats
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW_VARIANTS else ()) for name in VARIANTS])
 @pytest.mark.parametrize("settings", [pytest.param(EVERYTHING_ON, id="on"),
                                       pytest.param(EVERYTHING_OFF, id="off", marks=pytest.mark.slow)])
 def test_every_architecture_and_rope_variant(checkpoint, name, settings):

@@ -132,6 +132,11 @@ CASES = {
                             "original_max_position_embeddings": 32}}),
 }
 
+FEW = ("llama", "qwen3-moe", "deepseek-v3", "gemma3", "gpt-oss", "phi3-partial-windowed-tied")
+# For what depends little on the architecture.
+mostly_slow = pytest.mark.parametrize("case", [
+    pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in CASES], indirect=True)
+
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
@@ -197,6 +202,7 @@ def test_reference_operators_and_attention_agree(case):
     close(ours, expected_logits(model, ids))
 
 
+@mostly_slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_stays_near(case, dtype):
     directory, model = case
@@ -223,6 +229,7 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path):
     close(torch.cat(ours), torch.cat(generated.logits))
 
 
+@mostly_slow
 def test_weights_can_be_loaded_again(case):
     from xllm_models.weights.loader import load_weights
     from xllm_models.weights.source import open_source

@@ -53,7 +53,7 @@ def planned(directory: Path, dtype: torch.dtype = torch.float32) -> WeightLayout
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_rule_3_all_weights_lie_in_the_memory_given_plain_and_can_be_loaded_again(tmp_path, architecture, dtype):
     tied = architecture in ("llama", "gemma3")
     directory = make_tiny_model(tmp_path / "m", architecture, tie_word_embeddings=tied)
