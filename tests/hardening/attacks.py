@@ -25,7 +25,7 @@ GETS = (
 ADMIN_GETS = ("/is_sleeping", "/is_paused", "/status", "/server_info", "/sleep", "/openapi.json", "/nothing")
 # What changes a model's state is only ever asked of a model that there is none of.
 ADMIN_POSTS = ("/sleep", "/wakeup", "/wake_up", "/pause", "/resume", "/fork_master", "/reset_prefix_cache",
-               "/start_profile", "/stop_profile", "/nothing")
+               "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/nothing")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "BREW", "")
 TYPES = (
     "application/json", "application/json; charset=utf-16", "APPLICATION/JSON", "application/vnd.x+json", "text/plain",
@@ -100,7 +100,7 @@ def cut(rng: random.Random, data: bytes, count: int) -> list[bytes]:
 
 def _body_attack(rng: random.Random) -> Attack:
     path, body = rng.choice(POSTS[:4] if rng.random() < 0.7 else POSTS)
-    data = broken(rng, body)
+    data = broken(rng, {"model": "tiny", **body})
     headers = [rng.choice(HEADERS)] if rng.random() < 0.1 else []
     type = rng.choice(TYPES) if rng.random() < 0.1 else "application/json"
     whole = request(path, data, *headers, type=type)
@@ -108,7 +108,8 @@ def _body_attack(rng: random.Random) -> Attack:
 
 
 def _sent(rng: random.Random, what: str, path: str, body: Any) -> Attack:
-    body = {**body, "stream": True} if rng.random() < 0.3 and path != "/tokenize" else body
+    streamed = {"stream": True} if rng.random() < 0.3 and path != "/tokenize" else {}
+    body = {"model": "tiny", **body, **streamed}
     return Attack(f"{what} {path}", Exchange([request(path, json.dumps(body).encode())],
                                              read=rng.choice((None, None, None, 0))))
 

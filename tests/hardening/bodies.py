@@ -59,6 +59,13 @@ POSTS: tuple[tuple[str, Json], ...] = (
     ("/tokenize", {"model": "tiny", "prompt": "Hello", "add_special_tokens": True, "return_token_strs": True}),
     ("/tokenize", {"messages": [USER], "add_generation_prompt": True, "tools": CHAT["tools"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/v1/embeddings", {"model": "embedder", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8}),
+    ("/pooling", {"model": "embedder", "input": [[65, 66]], "task": "embed", "truncate_prompt_tokens": 1}),
+    ("/classify", {"model": "scorer", "input": "a", "activation": True}),
+    ("/v1/score", {"model": "scorer", "text_1": "a", "text_2": ["b", "c"]}),
+    ("/v1/rerank", {"model": "scorer", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc", "load_inplace": False}),
+    ("/v1/unload_lora_adapter", {"lora_name": "a"}),
 )  # fmt: skip
 JUNK: tuple[Json, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 2**70, 10**400, 1.5, -0.0, 1e-320, 1e308, math.nan,

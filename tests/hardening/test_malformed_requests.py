@@ -6,6 +6,8 @@ failure names those that were answered wrongly: `attack(SEED, number)`.
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 from collections import Counter
@@ -18,6 +20,7 @@ import pytest
 
 from tests.hardening.attacks import Attack, attack
 from tests.hardening.footprint import settled
+from tests.support.pooling_models import make_encoder
 from tests.support.server import ServerProcess
 from xllm_npu.master.cluster.network import free_ports
 
@@ -25,13 +28,13 @@ pytestmark = pytest.mark.multiprocess
 
 SEED = int(os.environ.get("XLLM_NPU_HARDENING_SEED", "1"))
 AT_ONCE = 32
-FLAGS = ("--max-model-len", "512", "--max-body-bytes", "1MiB", "--trust-request-chat-template", "true",
+FLAGS = ("--max-body-bytes", "1MiB", "--trust-request-chat-template", "true",
          "--responses-store-size", "20", "--max-concurrent-requests", "100")
 # The only 503 of a server that is well: other clients' grammars are being compiled.
 BUSY = re.compile(rb'"code":"grammars_busy"')
 FAULT = re.compile(rb'"internal_error"|"code":5\d\d')
 LEAKS = re.compile(FAULT.pattern + rb"|Traceback|site-packages|xllm_npu/|\.py\b|line \d+, in ")
-GOOD = {"prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True,
+GOOD = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True}
 GROWTH = 64  # MiB that a process may have grown by after it is warm: caches and the allocator's holes
 
@@ -58,7 +61,7 @@ class Besieged:
                         asyncio.TaskGroup() as group):
                 for regex in ("a{50}", "(a|b){40}c", "[a-z]{60}", "d{9}"):
                     group.create_task(client.post("/v1/completions", json={
-                        "prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": regex}}))
+                        "model": "tiny", "prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": regex}}))
 
         asyncio.run(at_once())
 
@@ -110,18 +113,30 @@ class Besieged:
         print(count, "attacks:", dict(sorted(self.statuses.items())), "MiB:", [m // 2**20 for m in after.memory])
 
 
-@pytest.fixture(scope="module")
-def besieged(tiny_dir: Path, tmp_path_factory) -> Iterator[Besieged]:
+@contextlib.contextmanager
+def besieged(directory: Path, models: list[dict[str, object]], *flags: str) -> Iterator[Besieged]:
+    file = directory / "models.json"
+    file.write_text(json.dumps({"models": models}))
     [port] = free_ports("127.0.0.1", 1)
-    with ServerProcess(tiny_dir, tmp_path_factory.mktemp("besieged"), *FLAGS, "--admin-port", str(port)) as server:
+    with ServerProcess.of_file(file, directory / "run", *FLAGS, "--admin-port", str(port), *flags) as server:
         yield Besieged(server, f"http://127.0.0.1:{port}")
 
 
-def test_three_hundred(besieged):
-    besieged.besiege(300, warm=0)
+def writer(model: Path) -> dict[str, object]:
+    return {"model": str(model), "served_model_name": ["tiny"], "max_model_len": 512}
+
+
+def test_three_hundred(tiny_dir: Path, tmp_path: Path):
+    with besieged(tmp_path, [writer(tiny_dir)]) as besieged_server:
+        besieged_server.besiege(300, warm=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_thousand(besieged):
-    besieged.besiege(10_000, warm=2000)
+def test_ten_thousand(tiny_dir: Path, tmp_path: Path):
+    """Of a server that writes, embeds and scores."""
+    make_encoder(tmp_path / "cross", "Bert", "ForSequenceClassification", num_labels=1)
+    models = [writer(tiny_dir), {**writer(tiny_dir), "served_model_name": ["embedder"], "runner": "pooling"},
+              {"model": str(tmp_path / "cross"), "served_model_name": ["scorer"]}]
+    with besieged(tmp_path, models) as besieged_server:
+        besieged_server.besiege(10_000, warm=2000)
