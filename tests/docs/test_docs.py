@@ -25,7 +25,11 @@ ROOMS = ("xllm_npu", "platform", "models", "kernels_npu", "configs", "docker", "
 # Flags that are pip's, docker's, the command line's own, or placeholders.
 OTHER_FLAGS = {"--extra-index-url", "--no-deps", "--force-reinstall", "--yes", "--json", "--help", "--flag",
                "--rm", "--init", "--shm-size", "--network", "--device", "--build-arg", "--user",
-               "--runtime", "--dry-run"}  # fmt: skip
+               "--runtime", "--dry-run",
+               # guidellm's and aiperf's
+               "--backend", "--data", "--profile", "--constraint", "--url", "--endpoint-type", "--streaming",
+               "--concurrency", "--request-count", "--synthetic-input-tokens-mean", "--output-tokens-mean",
+               "--extra-inputs"}  # fmt: skip
 
 
 def _text(name: str) -> str:
