@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
 
@@ -131,6 +132,20 @@ async def test_limits(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
     assert (await client.post(PATH, json={"input": ["abc", "de"]})).status_code == 400
     monkeypatch.setattr(pooling_request, "LARGE_REPLY", 0)  # encoded elsewhere, to the same text
     assert len((await client.post(PATH, json={"input": ["a", "b"]})).json()["data"]) == 2
+
+
+async def test_many_inputs_let_others_have_their_turn(client: httpx.AsyncClient, master: PoolingMaster) -> None:
+    seen = set()
+
+    async def look() -> None:
+        while True:
+            seen.add(len(master.pooled))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    assert (await client.post(PATH, json={"input": ["a"] * 200})).status_code == 200
+    looking.cancel()
+    assert any(0 < count < 200 for count in seen), seen
 
 
 async def test_texts_do_not_come_from_these_models_nor_vectors_from_others(client: httpx.AsyncClient) -> None:

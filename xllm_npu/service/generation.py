@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 G = TypeVar("G", bound=GenerationBody)
 
+SUBMITTED_AT_ONCE = 64  # inputs of a call
 MERGE_AHEAD = 16  # outputs of a call's inputs that may wait for a slow reader
 
 
@@ -102,7 +103,9 @@ class Outputs:
     async def submit(self) -> None:
         """All or nothing: the first input that is refused takes back those before it."""
         try:
-            for one in self._inputs:
+            for number, one in enumerate(self._inputs, 1):
+                if number % SUBMITTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # others have their turn
                 self._iterators.append(self._submit_one(one))
         except BaseException:
             await self.aclose()
