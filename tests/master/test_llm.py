@@ -197,6 +197,11 @@ def test_several_engines_are_a_servers():
         LLM("m", dp_size=2)
 
 
+def test_adapters_are_a_servers():
+    with pytest.raises(SettingsError, match="takes no LoRA adapters"):
+        LLM("m", enable_lora=True)
+
+
 def test_a_bad_prompt_is_named_and_nothing_runs(llm, engine):
     with pytest.raises(InvalidParameter, match="Prompt 1: This model's maximum context length is 64"):
         llm.generate(["a", "b" * 64])

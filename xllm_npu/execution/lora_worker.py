@@ -6,6 +6,7 @@ its part and none has the adapter unless all do. Which adapter lies in which slo
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from xllm_models.layers.lora import LoraSlots, Matrices, attach_lora
 from xllm_models.weights.lora_adapter import LoraError, read_lora
 from xllm_platform.collectives import all_reduce
 from xllm_platform.parallel import Group
+
+log = logging.getLogger(__name__)
 
 
 class LoraWorker:
@@ -24,11 +27,8 @@ class LoraWorker:
         names = (name.rpartition(".")[0] for name in model.placements())
         self._modules = frozenset(names)
         self._adapters: dict[int, dict[str, Matrices]] = {}  # this rank's parts, on the host
-
-    @property
-    def nbytes(self) -> int:
-        """Of the slots, on the device."""
-        return self._slots.nbytes
+        log.info("%d slots for adapters of rank %d and below take %.1f MiB", max_loras, max_rank,
+                 self._slots.nbytes / 2**20)
 
     def load(self, lora_id: int, path: str) -> None:
         """Read an adapter; all ranks of the group call it together. Raises LoraError on all if one cannot."""

@@ -62,7 +62,7 @@ def create_app(
                    embeddings_router, rerank_router):
         app.include_router(router(context))
     app.include_router(health_router(context, service.metrics_vllm_names))
-    app.include_router(lora_router(models, admission, settings.lora.allow_runtime_lora_updating))
+    app.include_router(lora_router(models, settings.lora.allow_runtime_lora_updating))
     if service.enable_console:
         app.include_router(console_router(context, service))
     add_error_handlers(app)

@@ -16,7 +16,6 @@ from xllm_npu.master.adapters import AdapterError
 from xllm_npu.master.engine_group import EnginesGone
 from xllm_npu.master.llm_master import EngineDeadError
 from xllm_npu.master.model_set import ModelSet, ServedModel, UnknownModel
-from xllm_npu.service.admission import Admission
 from xllm_npu.service.body import read_json
 from xllm_npu.service.errors import ApiError, model_not_found, quote, unavailable
 from xllm_npu.service.protocol import Body, parse
@@ -33,7 +32,7 @@ class UnloadLoraBody(Body):
     lora_name: str
 
 
-def lora_router(models: ModelSet, admission: Admission, allowed: bool) -> APIRouter:
+def lora_router(models: ModelSet, allowed: bool) -> APIRouter:
     """`allowed`: by --allow_runtime_lora_updating."""
     router = APIRouter()
     routes = LoraRoutes(models)
@@ -42,9 +41,6 @@ def lora_router(models: ModelSet, admission: Admission, allowed: bool) -> APIRou
         if not allowed:
             raise ApiError(403, "Adapters are not loaded or unloaded by clients here: start the server with "
                            "--enable_lora --allow_runtime_lora_updating, or use its admin port.", code="forbidden")
-        error = admission.engine_error()
-        if error is not None:
-            raise error
 
     @router.post("/v1/load_lora_adapter", response_model=None)
     async def load_lora_adapter(request: Request) -> Response:
