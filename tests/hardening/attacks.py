@@ -56,7 +56,7 @@ class Attack:
 def attack(seed: int, number: int) -> Attack:
     rng = random.Random(f"{seed}:{number}")
     kind = rng.random()
-    if kind < 0.62:
+    if kind < 0.66:
         return _body_attack(rng)
     if kind < 0.70:
         return _sent(rng, "explosion", *rng.choice(_explosions()))

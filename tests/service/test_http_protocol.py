@@ -43,10 +43,13 @@ async def test_large_bodies_are_no_headers(master):
         assert (await answer(server.url, CHUNKED, small, b"0\r\n\r\n"))[0] == 200
 
 
-async def test_what_is_not_http_gets_the_envelope(master):
+async def test_what_is_not_http_gets_the_envelope_and_no_line_in_the_log(master, caplog):
     async with live_server(master) as server:
         status, reply = await answer(server.url, b"hello there\r\n\r\n")
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        await answer(server.url, b"GET /version HTTP/1.1\r\nHost: x\r\n" + upgrade)
     assert (status, reply["error"]["code"]) == (400, "invalid_http")
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 async def test_an_announced_body_is_refused_unread(master):

@@ -10,6 +10,7 @@ fills our buffer: who is slower loses the connection, and with it the place amon
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -21,9 +22,24 @@ PATIENCE_SECONDS = 60.0
 PATIENCE_BYTES = 16 * 1024
 
 
+class _FaultsOfClients(logging.LoggerAdapter):
+    """What uvicorn warns of here is for the client, who is told; it must not be able to fill the disk with it."""
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def warning(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        self.debug(msg, *args, **kwargs)
+
+
+_FAULTS_OF_CLIENTS = _FaultsOfClients(logging.getLogger("uvicorn.error"), {})
+
+
 class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _FAULTS_OF_CLIENTS  # type: ignore[assignment]
         self._head_bytes = 0  # received since the last whole header block or piece of a body
         self._progress = False
         self._answered: RequestResponseCycle | None = None  # the request that is at work; `cycle` is the last received
