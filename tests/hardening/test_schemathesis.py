@@ -27,9 +27,9 @@ def test_our_document(tiny_dir: Path, tmp_path: Path, phase: str):
     with ServerProcess(tiny_dir, tmp_path / "server", *flags) as server:
         run = subprocess.run(
             [os.path.abspath(PROGRAM), "run", f"{server.url}/openapi.json", "--checks", ",".join(CHECKS),
-             "--phases", phase, "--request-timeout", "30", "--max-examples", "60", "--max-time", "120", "--seed", "1",
+             "--phases", phase, "--request-timeout", "30", "--max-examples", "60", "--max-time", "60", "--seed", "1",
              "--continue-on-failure", "--no-color"],
-            cwd=tmp_path, env=os.environ | {"SCHEMATHESIS_HOOKS": str(HOOKS), "PYTHONPATH": ""}, timeout=280,
+            cwd=tmp_path, env=os.environ | {"SCHEMATHESIS_HOOKS": str(HOOKS), "PYTHONPATH": ""}, timeout=240,
             capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stdout + run.stderr
         server.wait_idle()
