@@ -36,7 +36,9 @@ FAULT = re.compile(rb'"internal_error"|"code":5\d\d')
 LEAKS = re.compile(FAULT.pattern + rb"|Traceback|site-packages|xllm_npu/|\.py\b|line \d+, in ")
 GOOD = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True}
-GROWTH = 64  # MiB that a process may have grown by after it is warm: caches and the allocator's holes
+# MiB that a process may have grown by after it is warm. Measured: the HTTP process 361, an engine 120, in steps, with
+# single large prompts: to tokenize a mebibyte of text takes some seventy, and what is free again stays with the process.
+GROWTH = 512
 
 
 class Besieged:
