@@ -37,7 +37,7 @@ LEAKS = re.compile(FAULT.pattern + rb"|Traceback|site-packages|xllm_npu/|\.py\b|
 GOOD = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True}
 # MiB that a process may have grown by after it is warm. Measured: the HTTP process 361, an engine 120, in steps, with
-# single large prompts: to tokenize a mebibyte of text takes some seventy, and what is free again stays with the process.
+# single large prompts: to tokenize a mebibyte of text takes some seventy; what is free again stays with the process.
 GROWTH = 512
 
 
