@@ -121,6 +121,17 @@ async def test_harmless_values_pass(client, fields):
     assert (await client.post(CHAT, json={"messages": MESSAGES, **fields})).status_code == 200
 
 
+async def test_unknown_fields_are_named_in_the_response(client):
+    fields = {"messages": MESSAGES, "top_q": 1, "a b": 2, "grün": 3, "guided_json": {}, "user": "u"}
+    for stream in (False, True):
+        response = await client.post(CHAT, json={**fields, "stream": stream})
+        assert response.headers["X-Ignored-Fields"] == "guided_json, top_q"
+    assert "X-Ignored-Fields" not in (await client.post(CHAT, json={"messages": MESSAGES})).headers
+    many = {f"x{i:02}": i for i in range(50)}
+    named = (await client.post(CHAT, json={"messages": MESSAGES, **many})).headers["X-Ignored-Fields"]
+    assert named == ", ".join(sorted(many)[:20])
+
+
 async def test_unknown_fields_leave_a_debug_line(client, caplog):
     with caplog.at_level("DEBUG", "xllm_npu.service"):
         await client.post(CHAT, json={"messages": MESSAGES, "invented": 1, "user": "u"})

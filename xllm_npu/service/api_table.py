@@ -24,7 +24,7 @@ HEAD = """# The HTTP API
 
 Made from the code by `make api-docs`. What fields mean: [requests.md](requests.md). Every field may be null, which
 means its default; a wrong value is answered with 400 and the field's name in `param`; fields that nobody knows are
-ignored.
+ignored, and named in the response's header `X-Ignored-Fields`.
 """
 # Of routes whose function says nothing.
 PURPOSES = {

@@ -24,6 +24,7 @@ from xllm_npu.service.context import ApiContext
 from xllm_npu.service.embeddings import embeddings_router
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
+from xllm_npu.service.ignored_fields import IgnoredFieldsMiddleware
 from xllm_npu.service.lora import lora_router
 from xllm_npu.service.messages import messages_router
 from xllm_npu.service.messages_errors import MessagesErrorMiddleware
@@ -67,6 +68,7 @@ def create_app(
         app.include_router(console_router(context, service))
     add_error_handlers(app)
     # Added from the inside out.
+    app.add_middleware(IgnoredFieldsMiddleware)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(BodyLimitMiddleware, max_bytes=service.max_body_bytes)
     app.add_middleware(AdmissionMiddleware, admission=admission)
@@ -78,7 +80,7 @@ def create_app(
     app.add_middleware(MessagesErrorMiddleware)
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(service.allowed_origins), allow_methods=["*"],
-                           allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+                           allow_headers=["*"], expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"])
     if service.otlp_traces_endpoint:
         app.add_middleware(TraceContextMiddleware)
     if service.enable_request_logging:

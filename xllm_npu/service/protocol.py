@@ -8,11 +8,13 @@ rows. Unknown fields are ignored, with a debug line.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from xllm_npu.service.errors import quote
+from xllm_npu.service.ignored_fields import note_ignored
 from xllm_npu.service.structured import ResponseFormatBody, StructuredOutputsBody
 from xllm_npu.service.unsupported import UNSUPPORTED, refuse_unsupported
 from xllm_npu.state.sampling_params import InvalidParameter
@@ -167,12 +169,19 @@ def parse(kind: type[B], body: dict[str, Any]) -> B:
     """`body` as a `kind`, or InvalidParameter for the first field that is wrong."""
     refuse_unsupported(body)
     guided = GUIDED & body.keys()
-    if guided:
-        logger.warning("request fields ignored, use structured_outputs: %s", ", ".join(sorted(guided)))
+    for name in guided:
+        _warn_of_guided(name)
     unknown = body.keys() - kind.model_fields.keys() - IGNORED - guided - UNSUPPORTED.keys()
+    note_ignored(unknown | guided)
     if unknown:
         logger.debug("unknown request fields ignored: %s", ", ".join(quote(name) for name in sorted(unknown)[:20]))
     return validated(kind, body)
+
+
+@cache
+def _warn_of_guided(name: str) -> None:
+    """Once: clients must not be able to fill the log."""
+    logger.warning("request field ignored, use structured_outputs: %s", name)
 
 
 M = TypeVar("M", bound=BaseModel)
