@@ -21,7 +21,7 @@ from server_process import MODEL_NAME, Server, free_port, ours
 from serving import summarize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.tiny_model import SPECIALS, write_tokenizer
+from tests.support.tiny_tokenizer import SPECIALS, write_tokenizer
 
 CONCURRENCY, REQUESTS, PROMPT, OUTPUT = 64, 256, 256, 128
 

@@ -10,7 +10,8 @@ import torch
 from paged_decoder import PagedDecoder, load_model
 from xllm_platform.cpu.device import CpuPlatform
 
-from tests.support.tiny_model import VOCAB, make_tiny_model
+from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_tokenizer import VOCAB
 
 BLOCK_SIZE = 16
 LONGEST = 384

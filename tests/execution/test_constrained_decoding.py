@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xllm_models.ops import cpu_ops, torch_ops
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.execution.constrained_decoding import ConstrainedDecoding, GrammarMask
 from xllm_npu.execution.grammar_cache import MAX_GRAMMARS, GrammarCache, PreparedRequests
 from xllm_npu.execution.sampler import Sampler

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.constrained_decoding import ConstrainedDecoding
 from xllm_npu.master import engine_loop

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.config.kv_cache import KvCacheSettings
 from xllm_npu.config.lora import LoraSettings
 from xllm_npu.config.settings import Settings

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import processors
 
 from tests.service.fake_master import INFO, FakeMaster, FakeStream
-from tests.support.tiny_model import VOCAB, byte_tokenizer, write_tokenizer
+from tests.support.tiny_tokenizer import VOCAB, byte_tokenizer, write_tokenizer
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
 from xllm_npu.master.request_factory import GenerationInput, PoolingInput, RequestFactory
 from xllm_npu.state.messages import PoolingInfo

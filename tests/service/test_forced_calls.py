@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.service.fake_master import says, tiny_matchers
-from tests.support.tiny_model import byte_tokenizer
+from tests.support.tiny_tokenizer import byte_tokenizer
 from xllm_npu.text.output_format import ModelHints, output_format
 
 URL = "/v1/chat/completions"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.service.conftest import client_of
 from tests.service.pooling_master import BEGIN, CROSS_ENCODER, EMBEDDER, END, RERANKER, PoolingMaster, vector_of
-from tests.support.tiny_model import VOCAB
+from tests.support.tiny_tokenizer import VOCAB
 from xllm_npu.service import pooling_request
 
 DOCUMENTS = ["alpha", "be", "gamma rays", "d"]

@@ -19,7 +19,7 @@ def body(path: str, **fields) -> dict:
 def accepts(grammar: str, text: str) -> bool:
     """Whether the whole text matches."""
     matcher = tiny_matchers().matcher(grammar)
-    from tests.support.tiny_model import byte_tokenizer
+    from tests.support.tiny_tokenizer import byte_tokenizer
 
     return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
 

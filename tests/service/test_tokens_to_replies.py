@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tests.service.conftest import client_of
 from tests.service.scripted_master import ScriptedMaster
 from tests.service.test_stream_equals_whole import both, folded_choices, whole_choices
-from tests.support.tiny_model import byte_tokenizer, write_tokenizer
+from tests.support.tiny_tokenizer import byte_tokenizer, write_tokenizer
 from xllm_npu.text.model_hints import ModelHints
 from xllm_npu.text.output_events import Content, Reasoning, ToolCall
 from xllm_npu.text.output_format import output_format

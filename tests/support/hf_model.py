@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.tiny_model import EOS, PAD, VOCAB, byte_tokenizer, prefer_printable, write_tokenizer
+from tests.support.tiny_model import prefer_printable
+from tests.support.tiny_tokenizer import EOS, PAD, VOCAB, byte_tokenizer, write_tokenizer
 
 SLIDING = {"sliding_window": 24}
 MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}

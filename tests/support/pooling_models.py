@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import processors
 
-from tests.support.tiny_model import byte_tokenizer, write_tokenizer
+from tests.support.tiny_tokenizer import byte_tokenizer, write_tokenizer
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.master.engine_loop import EngineLoop
 from xllm_npu.master.request_factory import POOLING_PARAMS

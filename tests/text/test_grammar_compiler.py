@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text import grammar_compiler, structured_output
 from xllm_npu.text.grammar_compiler import GrammarCompiler, GrammarsBusy

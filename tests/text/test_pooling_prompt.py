@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.tiny_model import byte_tokenizer, write_tokenizer
+from tests.support.tiny_tokenizer import byte_tokenizer, write_tokenizer
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.pooling_prompt import encode_inputs, encode_pairs
 from xllm_npu.text.tokenizer import Tokenizer, shared_room

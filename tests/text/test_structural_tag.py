@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.text import structured_output
 from xllm_npu.text.grammar_matcher import MatcherFactory
 

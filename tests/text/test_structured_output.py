@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from tests.support.tiny_model import EOS, byte_tokenizer
+from tests.support.tiny_tokenizer import EOS, byte_tokenizer
 from xllm_npu.text import structured_output
 from xllm_npu.text.grammar_matcher import GrammarError, MatcherFactory
 

@@ -114,7 +114,7 @@ def test_gpt_oss_experts_and_quantization():
 
 @pytest.mark.parametrize(("model_type", "changes", "message"), [
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit.*5.0.*only 7.0"),
-    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*embeds"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*both ways"),
     ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}, "long_factor.*list of numbers"),
 ])
 def test_what_cannot_be_served_is_refused(model_type, changes, message):
