@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 
 import numpy as np
 import psutil
@@ -31,6 +32,7 @@ FLAGS = {
         "--max-tokens-per-batch", "64"),
     "rows exchanged, without overlap": ("--expert-parallel-degree", "2", "--enable-schedule-overlap=false"),
 }
+SOME_FLAGS = [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(FLAGS)]
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +47,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(model, tmp_path_factory) -> Iterator[dict[str, ServerProcess]]:
-    """All starting at the same time."""
+def servers(model, tmp_path_factory) -> Iterator[Callable[[str], ServerProcess]]:
+    """By name of their flags, each started when it is first asked for."""
     with ExitStack() as stack:
-        yield {name: stack.enter_context(ServerProcess(
+        yield cache(lambda name: stack.enter_context(ServerProcess(
             model[0], tmp_path_factory.mktemp("server"), *launch_flags("docs/parallelism.md", "copies", 1),
-            "--dtype", "float32", *flags, ready=False))
-            for name, flags in FLAGS.items()}
+            "--dtype", "float32", *FLAGS[name], ready=False)))
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", SOME_FLAGS)
 def test_tokens_are_those_of_one_process(servers, model, name):
-    server, (_, cases) = servers[name], model
+    server, (_, cases) = servers(name), model
     server.wait_ready()
     for count in (len(cases), 1, 2):  # all idle in between; with one request the other rank runs empty steps
         assert differences(cases[:count], ask_server(server.url, cases[:count], NEW_TOKENS)) == []
@@ -68,10 +69,10 @@ def test_tokens_are_those_of_one_process(servers, model, name):
         assert metrics["num_preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", SOME_FLAGS)
 def test_one_dies_in_the_middle_of_a_wave(servers, name):
     """Last: it ends the server. The other rank waits in a collective, and must not be blamed."""
-    server = servers[name]
+    server = servers(name)
     server.wait_ready()
     engines = server.children_of_kind(ENGINE, 2)
     with server.client() as client, ThreadPoolExecutor() as pool:

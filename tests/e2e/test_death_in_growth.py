@@ -63,6 +63,7 @@ def kill_in_prepare(server: ServerProcess, named: Path) -> tuple[int, dict]:
         return rank_1, asked.result(100).json()["error"]
 
 
+@pytest.mark.slow
 def test_the_server_ends_and_names_the_rank(tiny_dir: Path, tmp_path: Path, named: Path):
     with ServerProcess(tiny_dir, tmp_path, *FLAGS) as server:
         pid, error = kill_in_prepare(server, named)

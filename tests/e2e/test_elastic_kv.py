@@ -74,6 +74,7 @@ def test_data_parallel_engines_grow_and_shrink_alone(tiny_dir: Path, tmp_path: P
              "the pinned page of each")
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_takes_its_memory_along(tiny_dir: Path, tmp_path: Path):
     with ServerProcess(tiny_dir, tmp_path, *FLAGS) as server:
 

@@ -102,6 +102,7 @@ def test_done_when_1_a_fork_has_the_tokens_and_takes_no_memory_for_weights(model
             assert text(client, "beta") == expected
 
 
+@pytest.mark.slow
 def test_parent_and_fork_sleep_wake_and_die_in_any_order(model, tmp_path):
     with serving(model, tmp_path, "--restart-on-failure") as (server, client, admin):
 

@@ -134,6 +134,7 @@ def test_http_process_killed(tiny_dir: Path, tmp_path: Path, moment: str):
         server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_worker_stands_still(tiny_dir: Path, tmp_path: Path):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR, "--collective-timeout", "3") as server:
         pid, _ = victim(server, "worker")

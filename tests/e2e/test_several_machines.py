@@ -106,6 +106,7 @@ def test_tensor_parallel_tokens_and_a_killed_worker(nodes, cases):
     ended_together(agent, f"The server stopped: {said.removeprefix('The engine stopped: ')}")
 
 
+@pytest.mark.slow
 def test_shared_experts_tokens_and_a_killed_engine(nodes, moe_dir):
     server, agent = nodes["dp"]
     cases = cases_of(moe_dir)
@@ -123,6 +124,7 @@ def test_shared_experts_tokens_and_a_killed_engine(nodes, moe_dir):
 ELASTIC = ("--enable-vmm-kvcache", "--vmm-elastic", "--enable-vmm-weights", "--phy-page-granularity-size", "16KiB")
 
 
+@pytest.mark.slow
 def test_rules_11_to_13_virtual_memory_over_two_machines(tiny_dir, tmp_path, cases):
     """The other machine's rank maps pages with rank 0, gives them back with it, sleeps and wakes with it."""
     registry, admin_port = free_ports("127.0.0.1", 2)
@@ -170,6 +172,7 @@ def test_documented_lines_in_network_namespaces_and_a_clean_end(tiny_dir, tmp_pa
 
 @pytest.mark.parametrize("victim", [
     "agent", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("server", "worker"))])
+@pytest.mark.slow
 def test_a_death_while_loading(tiny_dir, tmp_path, victim):
     with start_nodes(tiny_dir, tmp_path, loopback_machines(), "--tp-size", "2") as (server, agent):
         worker = child_of(agent, WORKER)

@@ -54,6 +54,7 @@ def test_each_answers_under_its_name_as_if_alone(models, tmp_path: Path):
         assert samples.count("# TYPE xllm_npu:request_success_total counter") == 1
 
 
+@pytest.mark.slow
 def test_one_dies_and_the_other_serves_on(models, tmp_path: Path):
     with ServerProcess(models[0], tmp_path, str(models[1])) as server, server.client() as client:
         before = text(client, "alpha")
@@ -82,6 +83,7 @@ def test_a_model_is_restarted_alone(models, tmp_path: Path):
         assert alpha in server.children_of_kind(ENGINE, 2)
 
 
+@pytest.mark.slow
 def test_settings_of_one_model_and_a_second_ctrl_c(models, tmp_path: Path):
     """The file's entry wins over the flags of all models."""
     file = tmp_path / "several.json"

@@ -98,6 +98,7 @@ async def test_kept_requests_go_on(tiny_dir, kind):
 
 
 @pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.slow
 async def test_rule_57_virtual_memory_info(tiny_dir, kind):
     async with running_master(tiny_dir, **KINDS[kind], dp_size=2) as master:
         def owner(name: str) -> dict[str, int]:
@@ -174,6 +175,7 @@ async def test_who_leaves_and_who_is_ended(tiny_dir):
         assert metric(master, "residency_transition_seconds_count", transition="wake") == 4
 
 
+@pytest.mark.slow
 async def test_a_prefix_from_before_the_sleep_is_not_found(tiny_dir):
     async with running_master(tiny_dir, **WEIGHTS, enable_vmm_kvcache=True) as master:
         expected = await Answer(master, PROMPTS[4], 5).whole()
@@ -220,6 +222,7 @@ async def test_all_ranks_sleep(request, model, layout, children):
 
 @pytest.mark.parametrize(("module", "layout"), [
     pytest.param(ENGINE, {}, marks=pytest.mark.slow), (WORKER, {"tp_size": 2})])
+@pytest.mark.slow
 async def test_a_death_while_it_sleeps(tiny_dir, module, layout):
     async with running_master(tiny_dir, **ELASTIC, **layout) as master:
         kept = Answer(master, PROMPTS[0], 2000)
@@ -237,6 +240,7 @@ async def test_a_death_while_it_sleeps(tiny_dir, module, layout):
             assert gone.value.code in ("gone", "not_ready")
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_server_that_sleeps(tiny_dir):
     async with running_master(tiny_dir, **ELASTIC, tp_size=2) as master:
         kept = Answer(master, PROMPTS[0], 2000)
@@ -253,6 +257,7 @@ async def test_the_end_of_a_server_that_sleeps(tiny_dir):
     ("tiny_dir", {}, 1), pytest.param("tiny_dir", {"tp_size": 2}, 2, marks=pytest.mark.slow),
     pytest.param("tiny_dir", {}, 3, marks=pytest.mark.slow),
     pytest.param("experts_dir", {"dp_size": 2}, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_any_order(request, model, layout, seed):
     """Requests, clients that leave, pauses, sleep and wake-up, as they come; whoever stays gets its tokens."""
     rng = random.Random(seed)

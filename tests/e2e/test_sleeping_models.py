@@ -176,6 +176,7 @@ def test_done_when_2_two_models_serve_alternately_within_one_budget(models, expe
         assert pair.server.metrics()["request_success_total:length"] == 24
 
 
+@pytest.mark.slow
 def test_a_long_request_gets_the_memory_of_an_idle_model(models, expected, tmp_path: Path):
     """The weights of both fit, and beside them not the KV of a long request."""
     budget = 22 * MIB
@@ -190,6 +191,7 @@ def test_a_long_request_gets_the_memory_of_an_idle_model(models, expected, tmp_p
             assert pair.states() == states
 
 
+@pytest.mark.slow
 def test_done_when_5_requests_that_leave_and_operators_that_interfere(models, expected, tmp_path: Path):
     """All at once, in an order that a seed gives: nothing hangs, nothing is left, and what is whole is right."""
     draw = random.Random(0)

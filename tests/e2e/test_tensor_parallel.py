@@ -36,7 +36,8 @@ WAYS = {
 }
 SLOW_GRAPH = pytest.param("graph", marks=pytest.mark.slow)
 SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in (
-    "everything off", "no shared memory", "virtual memory", "memory that grows", "preemption")]
+    "everything off", "no shared memory", "virtual memory", "memory that grows", "preemption",
+    "memory that grows, preemption")]
 
 
 def workers() -> list[psutil.Process]:
@@ -63,7 +64,7 @@ def model(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("way", ["everything on", "memory that grows, preemption", *SLOW_WAYS, SLOW_GRAPH])
+@pytest.mark.parametrize("way", ["everything on", *SLOW_WAYS, SLOW_GRAPH])
 def test_same_tokens(model, way):
     directory, expected = model("llama")
     answers, loop = run_engine(directory, prompts(), NEW_TOKENS, tp_size=2, **WAYS[way])
@@ -85,6 +86,7 @@ def test_latents_on_every_rank_and_experts_on_one(model, way):
     assert loop.ready.kv_cache_bytes == (loop.ready.num_kv_blocks + 1) * 16 * 256
 
 
+@pytest.mark.slow
 def test_key_heads_fewer_than_ranks(model):
     directory, expected = model("qwen3")
     assert run_engine(directory, prompts(), NEW_TOKENS, tp_size=4, **CHUNKS)[0] == expected
@@ -115,6 +117,7 @@ def answers_of(directory, params: list[SamplingParams], **settings):
     return found, of_prompt
 
 
+@pytest.mark.slow
 def test_seeds_penalties_and_logprobs(model):
     directory, _ = model("llama")
     params = [
