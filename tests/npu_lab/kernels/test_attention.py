@@ -20,7 +20,8 @@ from tests.npu_lab.kernels.pages import Pages, queries
 
 pytestmark = pytest.mark.npu_lab
 LENGTHS = [1, 2, 127, 128, 129, 300, 1000]
-SHAPES = [(4, 2, 16), (9, 3, 64), (6, 1, 80), (16, 16, 128)]  # query heads, key/value heads, head size
+SHAPES = [  # query heads, key/value heads, head size
+    (4, 2, 16), (9, 3, 64), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((6, 1, 80), (16, 16, 128)))]
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,7 @@ def test_decode(device: torch.device, dtype: torch.dtype, splits: int, shape: tu
 @pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 48, 128])
 @pytest.mark.parametrize("extra", [{}, {"window": 100}, {"window": 1}, {"softcap": 2.0}, {"sinks": True},
                                    {"window": 130, "softcap": 3.0, "sinks": True}])
+@pytest.mark.slow
 def test_decode_with_extras(device: torch.device, splits: int, block_size: int, extra: dict[str, object]) -> None:
     pages = Pages.filled(LENGTHS, block_size, (2, 32), torch.float32, device)
     query, _ = queries([1] * len(LENGTHS), 6, 32, torch.float32, device)
@@ -109,6 +111,7 @@ def test_prefill(device: torch.device, dtype: torch.dtype, shape: tuple[int, int
 @pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 48, 128])
 @pytest.mark.parametrize("extra", [{"window": 100}, {"window": 1}, {"softcap": 2.0}, {"sinks": True},
                                    {"window": 24, "softcap": 3.0, "sinks": True}])
+@pytest.mark.slow
 def test_prefill_with_extras(device: torch.device, block_size: int, extra: dict[str, object]) -> None:
     counts, lengths = [3, 150, 70], [3, 150, 500]
     pages = Pages.filled(lengths, block_size, (2, 32), torch.float32, device)
@@ -121,7 +124,8 @@ def test_prefill_with_extras(device: torch.device, block_size: int, extra: dict[
 
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
-@pytest.mark.parametrize(("heads", "latent", "rotated"), [(4, 24, 8), (20, 512, 64)])
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [
+    (4, 24, 8), pytest.param(20, 512, 64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_mla_decode(
     device: torch.device, dtype: torch.dtype, heads: int, latent: int, rotated: int, splits: int

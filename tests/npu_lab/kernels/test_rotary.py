@@ -13,7 +13,7 @@ pytestmark = pytest.mark.npu_lab
 
 # heads, key/value heads, head size, rotated values of each: an odd number of heads; odd everything, partial; more heads
 # than a tile holds
-SHAPES = [(9, 3, 64, 64), (5, 1, 36, 20), (40, 8, 128, 128)]
+SHAPES = [(9, 3, 64, 64), (5, 1, 36, 20), pytest.param((40, 8, 128, 128), marks=pytest.mark.slow)]
 
 
 def angles(positions: int, rotary_dim: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from xllm_kernels_npu import (
 from tests.npu_lab.kernels.mutation import mutated
 from tests.npu_lab.kernels.numbers import random, same
 
-pytestmark = pytest.mark.npu_lab
+pytestmark = [pytest.mark.npu_lab, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
