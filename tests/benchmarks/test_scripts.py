@@ -21,6 +21,7 @@ def test_host_step_ends_with_one_json_object():
     assert all(us > 0 for us in figures.values())
 
 
+@pytest.mark.slow
 def test_structured_output_times_masks(tiny_dir):
     arguments = ("--model", str(tiny_dir), "--rows", "3", "--steps", "4", "--json")
     figures = json.loads(run("benchmarks/structured_output.py", *arguments).splitlines()[-1])
@@ -53,6 +54,7 @@ def test_page_mapping_times_each_way():
     assert all(milliseconds > 0 for milliseconds in figures.values())
 
 
+@pytest.mark.slow
 def test_elastic_memory_compares_caches_and_times_sleep(tiny_dir):
     arguments = ("--model", str(tiny_dir), "--dtype", "float32", "--threads", "1", "--sequences", "3", "--tokens", "40",
                  "--rounds", "1", "--max-cache-size", "16MiB", "--page-bytes", "64KiB", "--json")
@@ -61,6 +63,7 @@ def test_elastic_memory_compares_caches_and_times_sleep(tiny_dir):
     assert {"elastic / physical, median", "sleep, level 1", "wake-up, level 2", "copy of as many bytes"} <= set(figures)
 
 
+@pytest.mark.slow
 def test_decode_model_times_a_model(tiny_dir):
     arguments = ("--dtypes", "float32", "--threads", "1", "--seconds", "0.01", "--json")
     last = run("benchmarks/decode_model.py", str(tiny_dir), *arguments).splitlines()[-1]

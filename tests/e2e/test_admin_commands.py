@@ -11,6 +11,7 @@ from xllm_npu.state.messages import Profile, ResetPrefixCache
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 async def test_commands(tiny_dir, tmp_path):
     async with running_master(tiny_dir) as master:
         prompt = prompt_of(200)

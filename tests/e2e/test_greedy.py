@@ -128,7 +128,7 @@ def test_every_way_of_scheduling(checkpoint, policy, prefix, chunked, overlap, s
 
 
 @pytest.mark.parametrize(("name", "overlap"), [
-    ("llama", True), pytest.param("llama", False, marks=pytest.mark.slow),
+    *(pytest.param("llama", overlap, marks=pytest.mark.slow) for overlap in (True, False)),
     pytest.param("qwen3 moe", True, marks=pytest.mark.slow), ("deepseek v3", True),
 ])
 def test_graph_mode(checkpoint, name, overlap):

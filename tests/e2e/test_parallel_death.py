@@ -108,6 +108,7 @@ def test_killed_idle(tiny_dir: Path, tmp_path: Path, who: str):
 
 
 @pytest.mark.parametrize("who", ["worker", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_killed_while_loading(tiny_dir: Path, tmp_path: Path, who: str):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR, ready=False) as server:
         pid, named = victim(server, who)

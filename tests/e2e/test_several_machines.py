@@ -160,6 +160,7 @@ def page_bytes(pid: int) -> int:
     raise AssertionError("it has no virtual memory")
 
 
+@pytest.mark.slow
 def test_documented_lines_in_network_namespaces_and_a_clean_end(tiny_dir, tmp_path, cases):
     """What the document says, word for word but for the model, where addresses are real ones."""
     (block,) = [b for b in blocks("docs/parallelism.md") if b.info == ("bash", "nodes")]

@@ -141,6 +141,7 @@ async def test_rule_57_virtual_memory_info(tiny_dir, kind):
         await until(lambda: {name: owner(name) for name in info["owners"]} == at_rest, "what is there at rest")
 
 
+@pytest.mark.slow
 async def test_who_leaves_and_who_is_ended(tiny_dir):
     async with running_master(tiny_dir, **CROWDED, **ELASTIC) as master:
         expected = await undisturbed(master)

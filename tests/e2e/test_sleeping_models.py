@@ -112,7 +112,7 @@ def test_a_taken_admin_port_is_told_at_once(models, tmp_path: Path):
             assert "choose another --admin-port" in server.stderr
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sleeping_model_gives_memory_back_and_refuses(roomy: Pair, expected, level: int):
     awake = roomy.shared_bytes()
     roomy.do(f"/sleep?model=alpha&level={level}")
