@@ -5,7 +5,7 @@ import pytest
 from tests.support.browser import Browser, find_browser
 from tests.support.server import ServerProcess
 
-pytestmark = [pytest.mark.browser, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.browser, pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")

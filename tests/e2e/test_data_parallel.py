@@ -75,6 +75,7 @@ def test_a_prompt_goes_where_its_beginning_is(servers):
     assert after[hits] - before[hits] == 2 * 3 * 64
 
 
+@pytest.mark.slow
 def test_clients_that_leave_free_both_ranks(servers):
     server = servers["shared"]
     server.wait_ready()

@@ -149,6 +149,7 @@ def test_a_worker_stands_still(tiny_dir: Path, tmp_path: Path):
         check_end(server, found[0])
 
 
+@pytest.mark.slow
 def test_restart(tiny_dir: Path, tmp_path: Path):
     """The HTTP process stays, says when to come back, and gives up after the restarts it was allowed."""
     flags = (*TENSOR, "--restart-on-failure", "--max-restarts", "1")

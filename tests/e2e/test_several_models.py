@@ -32,6 +32,7 @@ def text(client: httpx.Client, model: str | None) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_each_answers_under_its_name_as_if_alone(models, tmp_path: Path):
     alone = []
     for model in models:

@@ -200,8 +200,9 @@ def experts_dir(tmp_path_factory):
 
 @pytest.mark.parametrize(("model", "layout", "children"), [
     pytest.param("tiny_dir", {"dp_size": 2}, (2, 0), marks=pytest.mark.slow), ("tiny_dir", {"tp_size": 2}, (1, 1)),
-    ("experts_dir", {"dp_size": 2}, (2, 0)),
+    pytest.param("experts_dir", {"dp_size": 2}, (2, 0), marks=pytest.mark.slow),
     pytest.param("experts_dir", {"dp_size": 2, "tp_size": 2}, (2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_all_ranks_sleep(request, model, layout, children):
     """Experts are shared: those ranks run every step together."""
     options = {**CROWDED, **ELASTIC, **layout, "max_cache_size": "200MiB"}

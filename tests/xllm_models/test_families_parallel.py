@@ -64,6 +64,7 @@ def randomise(directory: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, sparse):
     from tests.support.mxfp4_model import make_mxfp4_model  # not above: the ranks need no transformers
     from tests.support.tiny_model import make_tiny_model
