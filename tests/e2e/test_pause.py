@@ -125,6 +125,7 @@ def test_a_server_that_ends_does_not_wait_for_a_paused_model(tiny_dir, tmp_path)
         assert answer.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.slow
 async def test_data_parallel_ranks_pause_together(tiny_dir):
     async with running_master(tiny_dir, dp_size=2) as master:
         prompts = [prompt_of(30 + i, i) for i in range(4)]

@@ -41,6 +41,7 @@ def last_words(server: ServerProcess, engine_pid: int, what: str) -> None:
     server.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_engine_dies_while_loading(doomed):
     server = doomed["loading"]
     engine = server.engine_pid

@@ -96,6 +96,7 @@ def ended_together(agent: ServerProcess, sentence: str) -> None:
     agent.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_tensor_parallel_tokens_and_a_killed_worker(nodes, cases):
     server, agent = nodes["tp"]
     assert differences(cases, answers(server, cases)) == []

@@ -54,6 +54,7 @@ def test_every_architecture(tmp_path, model_type):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_over_http(tmp_path):
     directory = make_hf_model(tmp_path / "m", "gpt2")
     cases = make_cases(directory)

@@ -63,6 +63,7 @@ def on_each_rank(world: World, directory: str, layouts: list[list[int]]) -> list
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in LAYOUTS])
+@pytest.mark.slow
 def test_experts_move_and_logits_stay(tmp_path, size):
     from tests.support.tiny_model import make_tiny_model
 

@@ -84,6 +84,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"])
+@pytest.mark.slow
 def test_ranks_equal_one_process(models, layouts):
     from transformers import AutoModelForCausalLM
 
