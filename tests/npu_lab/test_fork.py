@@ -71,6 +71,7 @@ def own_bytes(loop: EngineLoop) -> int:
 def test_a_fork_has_the_parents_pages(model, tmp_path) -> None:  # noqa: F811
     directory, expected = model("llama")
     weights = str(tmp_path / "weights")
+    before = fake_cann.counters().physical_bytes_live  # of other tests' models that nobody has collected yet
     with member(directory, str(tmp_path), weights=weights) as loop:
         child = subprocess.Popen(
             [sys.executable, "-c", FORK, str(directory), str(tmp_path), weights], stdin=subprocess.PIPE,
@@ -95,4 +96,4 @@ def test_a_fork_has_the_parents_pages(model, tmp_path) -> None:  # noqa: F811
         assert answer(loop, prompts(), NEW_TOKENS) == expected
         child.stdin.close()
         assert child.wait(60) == 0
-    assert fake_cann.counters().physical_bytes_live == 0
+    assert fake_cann.counters().physical_bytes_live <= before
