@@ -131,3 +131,12 @@ async def test_processes_end_with_the_compiler(compiler):
     [process] = compiler._idle
     await compiler.close()
     assert process._process.returncode is not None
+
+
+async def test_a_process_that_died_while_it_was_idle_blames_no_grammar(compiler):
+    await compiler.check(GOOD, "x")
+    [process] = compiler._idle
+    process._process.kill()
+    await process._process.wait()
+    await compiler.check(structured_output.regex("d"), "x")
+    assert process not in compiler._idle

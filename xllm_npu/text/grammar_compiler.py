@@ -87,7 +87,6 @@ class GrammarCompiler:
         self._slots = asyncio.Semaphore(PROCESSES)
         self._idle: list[_GrammarProcess] = []
         self._known: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()  # the latest asked for last
-        self._closed = False
 
     async def check(self, grammar: str, param: str) -> None:
         """Raise InvalidParameter about the field `param` for a grammar that the engine could not use.
@@ -114,7 +113,6 @@ class GrammarCompiler:
             raise InvalidParameter(param, f"{param} cannot be used: {failure}")
 
     async def close(self) -> None:
-        self._closed = True
         running = [task for task in self._known.values() if not task.done()]
         for task in running:
             task.cancel()
@@ -131,22 +129,27 @@ class GrammarCompiler:
         except TimeoutError:
             raise GrammarsBusy("The server is compiling other grammars.") from None
         try:
-            try:
-                process = self._idle.pop() if self._idle else await self._start()
-            except UnusableTokenizer as error:
-                return str(error)
-            try:
-                failure = await process.ask(grammar, COMPILE_SECONDS)
-            except TimeoutError:
-                await process.close()
-                return f"It takes longer than {COMPILE_SECONDS:g} seconds to compile."
-            except EOFError:
-                await process.close()
-                return CODE_OF_DEATH
-            self._idle.append(process)
-            return failure
+            failure = await self._ask(self._idle.pop(), grammar) if self._idle else None
+            if failure is None:  # one that others have used may have died of something else
+                failure = await self._ask(await self._start(), grammar)
+            return CODE_OF_DEATH if failure is None else failure
+        except UnusableTokenizer as error:
+            return str(error)
         finally:
             self._slots.release()
+
+    async def _ask(self, process: _GrammarProcess, grammar: str) -> str | None:
+        """What is wrong with it, or ""; None if the process died."""
+        try:
+            failure = await process.ask(grammar, COMPILE_SECONDS)
+        except TimeoutError:
+            await process.close()
+            return f"It takes longer than {COMPILE_SECONDS:g} seconds to compile."
+        except EOFError:
+            await process.close()
+            return None
+        self._idle.append(process)
+        return failure
 
     async def _start(self) -> _GrammarProcess:
         tokenizer = await asyncio.to_thread(self._tokenizer_json)
