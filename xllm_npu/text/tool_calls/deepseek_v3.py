@@ -14,30 +14,23 @@ from __future__ import annotations
 from xllm_npu.text.call_grammar import CallGrammar
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Markers, NotMarkup, Steps
-from xllm_npu.text.tagged_output import ToolCallFormat
 from xllm_npu.text.tool_calls.call_object import read_arguments
-from xllm_npu.text.tool_calls.call_section import read_section
+from xllm_npu.text.tool_calls.call_section import CallsInSection
 from xllm_npu.text.tool_spec import ToolSpec
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```"
 
-_IN_SECTION = Markers((CALL, END))
 _AFTER_NAME = Markers((SEPARATOR, CALL_END, END))
 _LINE = Markers(("\n",))
 
 
-class DeepSeekV31(ToolCallFormat):
+class DeepSeekV31(CallsInSection):
     name = "deepseek_v31"
     openers = (BEGIN, CALL)
     other_markers = (END, SEPARATOR, CALL_END)
     section = (BEGIN, END)
-
-    def read(self, parse: Parse, opener: str) -> Steps[None]:
-        if opener == CALL:
-            return self._read_call(parse)
-        return read_section(parse, _IN_SECTION, END, self._read_call)
 
     def _read_call(self, parse: Parse) -> Steps[None]:
         reader = parse.reader

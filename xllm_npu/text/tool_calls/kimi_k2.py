@@ -9,28 +9,21 @@ from __future__ import annotations
 from xllm_npu.text.call_grammar import CallGrammar
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Markers, Steps
-from xllm_npu.text.tagged_output import ToolCallFormat
 from xllm_npu.text.tool_calls.call_object import read_arguments
-from xllm_npu.text.tool_calls.call_section import read_section
+from xllm_npu.text.tool_calls.call_section import CallsInSection
 from xllm_npu.text.tool_spec import ToolSpec
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
-_IN_SECTION = Markers((CALL, END))
 _AFTER_ID = Markers((ARGUMENTS,))
 
 
-class KimiK2(ToolCallFormat):
+class KimiK2(CallsInSection):
     name = "kimi_k2"
     openers = (BEGIN, CALL)
     other_markers = (END, ARGUMENTS, CALL_END)
     section = (BEGIN, END)
-
-    def read(self, parse: Parse, opener: str) -> Steps[None]:
-        if opener == CALL:
-            return self._read_call(parse)
-        return read_section(parse, _IN_SECTION, END, self._read_call)
 
     def _read_call(self, parse: Parse) -> Steps[None]:
         reader = parse.reader
