@@ -162,6 +162,7 @@ class EngineLoop:
         if self._preparing:
             for request_id, failure in self._preparing.take_done(timeout):
                 self.scheduler.set_prepared(request_id, failure)
+
     def command(self, message: EngineCommand) -> CommandDone:
         """Do it at once; an answer in any case."""
         if isinstance(message, ResetPrefixCache):

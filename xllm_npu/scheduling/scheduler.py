@@ -392,7 +392,7 @@ class Scheduler:
         s.stalled = self.stalled
         if self.options.max_loras:
             s.running_loras = self.running.adapters.running
-            s.waiting_loras = sorted({q.request.message.lora_id for q in self.waiting} - {0})
+            s.waiting_loras = sorted(self.waiting.adapters)
 
     def _update_stats(self, batch: Batch, result: StepResult) -> None:
         s, prefix = self.stats, self.running.blocks.prefix.stats

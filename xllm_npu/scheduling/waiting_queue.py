@@ -7,7 +7,7 @@ whatever its rank (offline work keeps its place behind online work).
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from xllm_npu.state.kv_cache.prefix_cache import PrefixCache
@@ -19,6 +19,7 @@ class WaitingQueue:
         self._heap: list[Sequence] = []
         self._oldest: deque[Sequence] = deque()  # by the time they were pushed; removed ones skipped lazily
         self._members: set[Sequence] = set()
+        self.adapters: Counter[int] = Counter()  # of those that wait and have one
         self._starve_seconds = starve_seconds
         self._prefix = prefix
         self._switch = rotary_switch
@@ -47,6 +48,8 @@ class WaitingQueue:
                 sequence.root, sequence.chain = root, []
             self._prefix.extend_chain(sequence.chain, root, sequence.tokens, count)
         self._members.add(sequence)
+        if sequence.request.message.lora_id:
+            self.adapters[sequence.request.message.lora_id] += 1
         heapq.heappush(self._heap, sequence)
         self._oldest.append(sequence)
 
@@ -75,10 +78,18 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         assert set(self._parked) <= self._members, "a sequence is parked and does not wait"
+        adapters = Counter(s.request.message.lora_id for s in self._members)
+        del adapters[0]
+        assert self.adapters == adapters, "the adapters of those that wait are miscounted"
         assert not self._parked or self._claim_left or self._claim == min(self._parked)
 
     def remove(self, sequence: Sequence) -> None:
         self._members.remove(sequence)
+        adapter = sequence.request.message.lora_id
+        if adapter:
+            self.adapters[adapter] -= 1
+            if not self.adapters[adapter]:
+                del self.adapters[adapter]
         if sequence in self._parked:
             del self._parked[sequence]
             self._claim_left |= sequence is self._claim
