@@ -36,6 +36,7 @@ from xllm_npu.service.listener import (
     tcp_url,
     url_of,
 )
+from xllm_npu.service.memory_trim import MemoryTrim, malloc_trim
 from xllm_npu.service.startup_screen import StartupScreen
 from xllm_npu.text.tokenizer import spare_torch
 
@@ -145,6 +146,7 @@ class ServerLife:
         """Until a signal (None) or a failure (why)."""
         stopped = asyncio.create_task(self._stop.wait())
         watch = asyncio.create_task(self._residency.watch())
+        trim = asyncio.create_task(MemoryTrim(malloc_trim()).run())
         start = asyncio.create_task(self._start())
         try:
             await asyncio.wait([start, stopped, http], return_when=asyncio.FIRST_COMPLETED)
@@ -154,9 +156,9 @@ class ServerLife:
         except StartFailed as error:
             return str(error)
         finally:
-            for task in (start, stopped, watch):
+            for task in (start, stopped, watch, trim):
                 task.cancel()
-            await asyncio.gather(start, stopped, watch, return_exceptions=True)
+            await asyncio.gather(start, stopped, watch, trim, return_exceptions=True)
         if self._stop.is_set():
             return None
         if http.done():
