@@ -26,13 +26,20 @@ from xllm_npu.config.settings import Settings, spans_machines
 from xllm_npu.master.beam_request import BeamRequest
 from xllm_npu.master.output_dispatcher import OutputDispatcher
 from xllm_npu.master.request_factory import GenerationInput, RequestFactory
-from xllm_npu.master.residency_error import ResidencyError, check_can_sleep, check_level, check_tags
+from xllm_npu.master.residency_error import (
+    ResidencyError,
+    check_can_sleep,
+    check_can_update,
+    check_level,
+    check_tags,
+)
 from xllm_npu.state.beam_search_params import BeamSearchParams
 from xllm_npu.state.messages import (
     PAUSED,
     SLEEPING,
     AbortRequest,
     AddRequest,
+    CheckWeights,
     EngineProgress,
     EngineReady,
     Residency,
@@ -40,6 +47,7 @@ from xllm_npu.state.messages import (
     Resume,
     Sleep,
     StepOutputs,
+    UpdateWeights,
     Wake,
 )
 from xllm_npu.state.output import PositionLogprobs, RequestOutput, SequenceDelta, TokenLogprob
@@ -198,6 +206,18 @@ class LLM:
         with self._lock:
             answer = self._change(Wake(tags or []))
             if answer.state == PAUSED:  # all is there
+                self._change(Resume())
+
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those of another checkpoint of the same network, a directory or hub id.
+
+        Cached prefixes are forgotten. Raises ResidencyError; the old weights serve on then. Waits for prompts that run
+        on other threads. Weights that `sleep(2)` has dropped come from there with the wake-up.
+        """
+        check_can_update(self.settings.model)
+        with self._lock:
+            self._change(CheckWeights(path))
+            if self._change(UpdateWeights(path)).state == PAUSED:
                 self._change(Resume())
 
     @property

@@ -225,7 +225,7 @@ class Metrics:
         }
 
     def on_transition(self, name: str, seconds: float, error: str) -> None:
-        """A sleep, wake, pause or resume is over; `error` is one word, or empty if it came about."""
+        """A sleep, wake, pause, resume or update of weights is over; `error` is one word, or empty if it came about."""
         if error:
             self._failed_transitions[name, error] = self._failed_transitions.get((name, error), 0) + 1
         else:
@@ -348,7 +348,8 @@ class Metrics:
             state.add_metric([self.model_name, name], holds)
         yield state
         family = HistogramMetricFamily(PREFIX + "residency_transition_seconds",
-                                       "Time of a sleep, wake, pause or resume.", labels=["model_name", "transition"])
+                                       "Time of a sleep, wake, pause, resume or update of weights.",
+                                       labels=["model_name", "transition"])
         for name, histogram in self._transitions.items():
             family.add_metric([self.model_name, name], histogram.buckets(), histogram.sum)
         yield family

@@ -146,8 +146,15 @@ class EncoderModel(nn.Module):
             found |= layer.placements(f"{_NAMES[self.encoder.family].layers}{i}.")  # type: ignore[operator]
         return found
 
+    def allocate_weights(self) -> None:
+        """Plain, uninitialised matrices again where `finalize_weights` dropped them; load and finalize after it."""
+        for module in self.modules():
+            if isinstance(module, ParallelLinear):
+                module.allocate()
+
     def finalize_weights(self) -> None:
         """Once, after loading: round to the storage dtype if it is narrower, and pack matrices one at a time."""
+        self._biases.clear()  # of the weights that were there before
         if self.storage_dtype != self.dtype:
             for parameter in self.parameters():
                 parameter.data.copy_(parameter.data.to(self.storage_dtype))

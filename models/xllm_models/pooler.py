@@ -21,7 +21,7 @@ from xllm_models.layers.linear import empty_parameter
 from xllm_models.placement import Placement
 from xllm_models.pooling_config import DenseLayer
 from xllm_models.weights.dummy_source import DummySource
-from xllm_models.weights.loader import load_weights
+from xllm_models.weights.loader import check_weights, load_weights
 from xllm_models.weights.renamed_source import RenamedSource
 from xllm_models.weights.source import WeightSource, open_source
 
@@ -83,12 +83,20 @@ class Pooler(nn.Module):
 
     def load(self, path: Path, dummy: bool, seed: int = 0) -> int:
         """From the model's directory; returns bytes. Raises WeightError."""
-        parts: list[tuple[Any, Path]] = [(_Part(self.head), path)] if self.head else []
-        parts += [(layer, path / config.folder) for layer, config in zip(self.dense, self.pooling.dense)]
-        for part, directory in parts:
+        for part, directory in self._parts(path):
             source = DummySource(part.placements(), seed) if dummy else self._source(directory)
             load_weights(part, source)
         return sum(p.nbytes for p in self.parameters())
+
+    def check(self, path: Path) -> None:
+        """Raises the WeightError that `load` would raise of headers."""
+        for part, directory in self._parts(path):
+            check_weights(part, self._source(directory))
+
+    def _parts(self, path: Path) -> list[tuple[Any, Path]]:
+        """And where the weights of each are."""
+        parts: list[tuple[Any, Path]] = [(_Part(self.head), path)] if self.head else []
+        return parts + [(layer, path / config.folder) for layer, config in zip(self.dense, self.pooling.dense)]
 
     def _source(self, directory: Path) -> WeightSource:
         source = open_source(directory)

@@ -28,6 +28,7 @@ from xllm_models.transformers_attention import PAGED, PROBE, LayerCall, PagedRun
 from xllm_models.transformers_config import hf_config
 from xllm_models.transformers_trial import run_trial
 from xllm_models.transformers_weights import (
+    check_network,
     copy_weights,
     keep_in_float32,
     load_network,
@@ -84,6 +85,7 @@ class TransformersModel(nn.Module):
         self._backend: AttentionBackend | None = None
         self._given: torch.Tensor | None = None  # hidden states that stand for the layers' output, see compute_logits
         self._stays_in_place = weights_stay()  # in memory of somebody's
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the checkpoint's tensors, once one is loaded
         network = self._empty_network()
         if self._stays_in_place and move_weights(network, self.device):
             network.to(self.device)  # buffers that are computed
@@ -137,6 +139,10 @@ class TransformersModel(nn.Module):
         """By the modules' own names, a tied tensor once."""
         return {names[0]: Placement(tensor, tuple(tensor.shape)) for names, tensor in stored_tensors(self.network)}
 
+    def check_from(self, source: WeightSource) -> None:
+        """Raises WeightError unless another checkpoint fits, as far as headers say, once one is loaded."""
+        check_network(self.network, source, self._shapes)
+
     def load_from(self, source: WeightSource, progress: Progress | None = None) -> tuple[int, int]:
         """-> (bytes, tensors) loaded. Raises WeightError."""
         network, done = load_network(self.network, source, self._reload_arguments(), progress)
@@ -144,6 +150,7 @@ class TransformersModel(nn.Module):
             copy_weights(network, self.network)
         elif network is not self.network:
             self._adopt(network.to(self.device))
+        self._shapes = {name: info.shape for name, info in source.tensors.items()}
         return done
 
     def _reload_arguments(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ else through transformers' loading, which renames and fuses. safetensors only, i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 from xllm_models.placement import Placement
 from xllm_models.weight_memory import empty_weight
 from xllm_models.weights.dummy_source import DummySource
-from xllm_models.weights.loader import Progress, fill
+from xllm_models.weights.loader import Progress, check_placements, fill
 from xllm_models.weights.source import WeightError, WeightSource
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,23 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(found[name])
+
+
+def check_network(network: nn.Module, source: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """What `load_network` would find wrong in headers. Raises WeightError.
+
+    `shapes`: of the checkpoint that was loaded last. Where transformers translates names, another one must have them.
+    """
+    placements = _own_placements(network, source)
+    if placements is not None:
+        check_placements(placements, source)
+        return
+    found = {name: info.shape for name, info in source.tensors.items()}
+    wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+    if wrong:
+        raise WeightError(f"{source.path}: {len(wrong)} tensors are missing, in excess or of another shape than in the "
+                          f"checkpoint that is served: {', '.join(wrong[:_NAMED])}.")
+    source.check_types(found)
 
 
 def load_network(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -18,10 +19,12 @@ from xllm_npu.state.messages import (
     FINISH_ABORT,
     PAUSED,
     SLEEPING,
+    CheckWeights,
     Pause,
     Residency,
     Resume,
     Sleep,
+    UpdateWeights,
     Wake,
     sequence_key,
 )
@@ -279,3 +282,68 @@ def test_a_stalled_request_does_not_run_out_of_time_in_a_pause(monkeypatch):
     engine.change(Resume())
     engine.finish()
     assert engine.driver.output(0) == expected
+
+
+@pytest.mark.parametrize(("steps", "overlap"), list(itertools.product((0, 4, 9), (True, False))))
+def test_an_update_of_the_weights_has_all_requests_computed_anew(steps, overlap):
+    """The worker loses its KV with each, and would notice a block that is read."""
+    engine = Engine(overlap, max_seqs=4, max_tokens=16)
+    expected = {0: engine.add(0, 6, 30), 1: engine.add(1, 90, 12), 2: engine.add(2, 10, 20), 3: engine.add(3, 5, 9)}
+    engine.memory._lose_kv = lambda: engine.driver.worker.kv.fill(-12345)
+    for _ in range(2):
+        for _ in range(steps):
+            engine.driver.step()
+        answer = engine.change(UpdateWeights("new"))
+        assert (answer.state, answer.error) == (PAUSED, "")
+        assert engine.scheduler.running.num_running == engine.scheduler.running.blocks.pool.num_indexed == 0
+        assert not engine.scheduler.has_work
+        assert engine.change(Resume()).state == AWAKE
+    engine.finish()
+    assert {i: engine.driver.output(i) for i in expected} == expected
+
+
+def test_steps_go_on_while_a_checkpoint_is_checked():
+    engine = Engine()
+    expected = engine.add(0, 8, 4)
+    checked = engine.memory.checked = Future[None]()
+    engine.residency.ask(CheckWeights("new"))
+    engine.residency.ask(Pause("keep"))
+    while engine.scheduler.has_work:
+        assert engine.residency.advance() is None
+        engine.driver.step()
+    assert engine.driver.output(0) == expected
+    assert engine.residency.advance() is None
+    checked.set_result(None)
+    answers = [engine.residency.advance(), engine.residency.advance()]
+    assert [(a.state, a.error) for a in answers] == [(AWAKE, ""), (PAUSED, "")]
+    assert engine.memory.calls == ["check new"]
+
+
+def test_a_refused_check_and_a_failed_load_say_why():
+    engine = Engine()
+    expected = engine.add(0, 20, 8)
+    for _ in range(3):
+        engine.driver.step()
+    engine.memory.refuse_check = "It is another network."
+    answer = engine.change(CheckWeights("new"))
+    assert (answer.state, answer.reason, answer.error) == (AWAKE, "checkpoint", "It is another network.")
+    engine.memory.refuse_load = "The disk is gone."
+    answer = engine.change(UpdateWeights("new"))
+    assert (answer.state, answer.reason, answer.error) == (PAUSED, "failed", "The disk is gone.")
+    engine.change(Resume())
+    engine.finish()
+    assert engine.driver.output(0) == expected
+
+
+def test_weights_that_are_kept_for_the_wake_up_are_not_replaced():
+    engine = Engine()
+    engine.change(Sleep(1, "keep"))
+    assert engine.change(UpdateWeights("new")).reason == "asleep"
+    engine.change(Wake(["weights"]))
+    assert engine.change(UpdateWeights("new")).error == ""
+    engine.change(Sleep(2, "keep"))
+    answer = engine.change(UpdateWeights("newer"))
+    assert (answer.state, answer.level, answer.error) == (SLEEPING, 2, "")
+    assert [call for call in engine.memory.calls if "load" in call] == ["load new", "load newer"]
+    engine.wake()
+    engine.finish()

@@ -12,18 +12,20 @@ from tests.support.fake_engines import READY, FakeEngine, FakeLauncher
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup
 from xllm_npu.master.engine_plan import EnginePlan, plan_on_one_machine
-from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents
+from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ServedWeights
 from xllm_npu.master.residency_error import ResidencyError
 from xllm_npu.state.messages import (
     AWAKE,
     PAUSED,
     SLEEPING,
     TAGS,
+    CheckWeights,
     Pause,
     Residency,
     Resume,
     Sleep,
     StepTogether,
+    UpdateWeights,
     Wake,
 )
 
@@ -48,7 +50,8 @@ class ResidentEngine(FakeEngine):
         self.world, self.rank = world, self.init.dp_rank
         world.engines[self.rank] = self
         self.state, self.level, self.tags = AWAKE, 0, set(TAGS)
-        self.refuse: set[str] = set()
+        self.weights = "old"
+        self.refuse: set[str] = set()  # kinds of messages; of updates also the checkpoint
         self.failure: AssertionError | None = None
         self.totals: list[int] = []
         self.task = asyncio.create_task(self.run())
@@ -77,11 +80,20 @@ class ResidentEngine(FakeEngine):
 
     def change(self, message, kind: str) -> str:
         others = [e for e in self.world.engines.values() if e is not self and e.alive]
+        if isinstance(message, CheckWeights):
+            return "checkpoint" if kind in self.refuse else ""
+        if isinstance(message, UpdateWeights):
+            assert all(e.state != AWAKE for e in [self, *others]), "a rank's weights change while another runs steps"
+            if message.checkpoint in self.refuse:
+                return "failed"
+            self.weights = message.checkpoint
+            return ""
         if isinstance(message, Pause) and self.state == AWAKE:
             self.state = PAUSED
         elif isinstance(message, Resume):
             assert self.state != SLEEPING
             assert all(e.tags == set(TAGS) for e in others), "a rank runs steps while another has no memory"
+            assert all(e.weights == self.weights for e in others), "ranks run steps with different weights"
             self.state = AWAKE
         elif isinstance(message, Sleep):
             assert all(e.state != AWAKE for e in [self, *others]), "a rank sleeps while another runs steps"
@@ -98,7 +110,7 @@ class ResidentEngine(FakeEngine):
         return ""
 
 
-CLIENT = Pause | Resume | Sleep | Wake | StepTogether
+CLIENT = Pause | Resume | Sleep | Wake | CheckWeights | UpdateWeights | StepTogether
 
 
 class ResidentLauncher(FakeLauncher):
@@ -139,7 +151,7 @@ class Setup:
         self.transitions: list[tuple[str, str]] = []
         self.groups: list[EngineGroup] = []
         self.model = ModelResidency(lambda: self.groups[-1], True, self.searches, ResidencyEvents(
-            self.on_change, lambda name, seconds, code: self.transitions.append((name, code))))
+            self.on_change, lambda name, seconds, code: self.transitions.append((name, code))), ServedWeights("old"))
 
     def on_change(self) -> None:
         self.changes += 1
@@ -341,6 +353,7 @@ async def test_any_calls_at_once(setup, seed):
         action = rng.choice((
             lambda: setup.model.sleep(rng.choice((1, 2)), rng.choice(("abort", "keep"))),
             lambda: setup.model.wake(rng.choice(((), ("weights",), ("kv_cache",), TAGS))),
+            lambda: setup.model.update_weights(rng.choice(("old", "new")), rng.choice(("abort", "keep")), ""),
             lambda: setup.model.pause(rng.choice(("abort", "keep", "wait"))), setup.model.resume))
         try:
             await action()
@@ -349,7 +362,7 @@ async def test_any_calls_at_once(setup, seed):
 
     for _ in range(12):
         for engine in engines:
-            engine.refuse = {k for k in ("wake", "sleep") if rng.random() < 0.2}
+            engine.refuse = {k for k in ("wake", "sleep", "checkweights") if rng.random() < 0.2}
         calls = [asyncio.create_task(call()) for _ in range(rng.randrange(1, 5))]
         if rng.random() < 0.5:
             await asyncio.sleep(0)
@@ -364,7 +377,8 @@ async def test_any_calls_at_once(setup, seed):
         assert states == {setup.now[0]} or (setup.now[0] == SLEEPING and states == {PAUSED, SLEEPING})
         assert max(e.level for e in engines) == setup.now[1]
         assert engines[0].tags & engines[1].tags == set(setup.model.state.tags)
-    assert refusals <= {"asleep", "memory", "failed"}
+        assert set(weights(setup)) == {setup.model.weights.checkpoint}
+    assert refusals <= {"asleep", "memory", "failed", "checkpoint"}
 
 
 async def test_a_caller_that_leaves_ends_nothing(setup):
@@ -461,7 +475,7 @@ async def test_arguments(setup):
             await call()
         assert refused.value.code == "invalid"
     cannot = ModelResidency(lambda: setup.groups[-1], False, setup.searches, ResidencyEvents(
-        lambda: None, lambda *_: None))
+        lambda: None, lambda *_: None), ServedWeights("old"))
     cannot.ready = True
     with pytest.raises(ResidencyError, match="--enable-vmm-weights") as refused:
         await cannot.sleep(1, "keep")
@@ -469,3 +483,119 @@ async def test_arguments(setup):
     await cannot.pause("keep")
     await cannot.resume()
     assert not [line for line in setup.world.log if "sleep" in line]
+
+
+def weights(setup) -> list[str]:
+    return [engine.weights for engine in setup.world.engines.values()]
+
+
+async def test_weights_are_checked_by_all_then_paused_replaced_and_resumed(setup):
+    await setup.start()
+    assert await setup.model.update_weights("new", "keep", "step 100") == 1
+    assert weights(setup) == ["new", "new"]
+    assert setup.model.weights == ServedWeights("new", 1, "step 100")
+    kinds = [line.split()[1] for line in setup.world.log]
+    assert kinds == [k for k in ("checkweights", "pause", "updateweights", "resume") for _ in range(RANKS)]
+    assert (setup.states(), setup.now) == ([(AWAKE, 0)] * 2, (AWAKE, 0))
+    assert (setup.transitions, set(setup.model.state.last_seconds)) == ([("update", "")], {"update"})
+    assert await setup.model.update_weights("newer", "abort", "") == 2
+
+
+async def test_who_is_paused_stays_paused_with_the_new_weights(setup):
+    await setup.start()
+    await setup.model.pause("keep")
+    await setup.model.update_weights("new", "keep", "")
+    assert (setup.states(), weights(setup)) == ([(PAUSED, 0)] * 2, ["new"] * 2)
+    await setup.model.resume()
+    assert setup.states() == [(AWAKE, 0)] * 2
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+async def test_what_one_rank_refuses_touches_none(setup, rank):
+    engines = await setup.start()
+    engines[rank].refuse.add("checkweights")
+    with pytest.raises(ResidencyError, match="checkweights is refused") as refused:
+        await setup.model.update_weights("new", "abort", "")
+    assert refused.value.code == "checkpoint"
+    assert (weights(setup), setup.states()) == (["old"] * 2, [(AWAKE, 0)] * 2)
+    assert {line.split()[1] for line in setup.world.log} == {"checkweights"}, "nothing is paused or aborted for it"
+    assert setup.model.weights == ServedWeights("old")
+
+
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+async def test_where_one_cannot_load_all_have_the_old_weights(setup, failing, paused):
+    engines = await setup.start()
+    if paused:
+        await setup.model.pause("keep")
+    for rank in failing:
+        engines[rank].refuse.add("new")
+    with pytest.raises(ResidencyError, match="updateweights is refused") as failed:
+        await setup.model.update_weights("new", "keep", "")
+    assert failed.value.code == "failed"
+    assert weights(setup) == ["old"] * 2
+    assert setup.states() == [(PAUSED if paused else AWAKE, 0)] * 2
+    assert setup.model.weights == ServedWeights("old")
+    assert setup.transitions[-1] == ("update", "failed")
+
+
+async def test_where_the_old_weights_are_gone_too_the_engines_end(setup):
+    """What has the new ones cannot go back, so they would differ; engines that are started again have the old ones."""
+    engines = await setup.start()
+    engines[0].refuse.add("new")
+    engines[1].refuse.add("old")
+    with pytest.raises(ResidencyError, match="have different weights") as gone:
+        await setup.model.update_weights("new", "keep", "")
+    assert gone.value.code == "gone"
+    await asyncio.wait_for(setup.ended.wait(), 10)
+    assert not any(engine.alive for engine in engines)
+    assert setup.model.weights == ServedWeights("old")
+
+
+@pytest.mark.parametrize("kind", ["checkweights", "updateweights", "resume"])
+async def test_engines_that_end_during_an_update(setup, kind):
+    """Those that replace them have what was served: once all have loaded, the new weights."""
+    engines = await setup.start()
+    setup.world.hold[kind] = asyncio.Event()
+    updating = asyncio.create_task(setup.model.update_weights("new", "keep", ""))
+    while await asyncio.wait_for(setup.world.heard.get(), 10) != f"1 {kind}":
+        pass
+    engines[1].end("was ended by SIGKILL")
+    with pytest.raises(ResidencyError, match="SIGKILL") as gone:
+        await asyncio.wait_for(updating, 10)
+    assert gone.value.code == "gone"
+    assert setup.model.weights.checkpoint == ("new" if kind == "resume" else "old")
+
+
+async def test_dropped_weights_are_replaced_asleep_and_kept_ones_are_not(setup):
+    await setup.start()
+    await setup.model.sleep(1, "keep")
+    count = len(setup.world.log)
+    with pytest.raises(ResidencyError, match="sleep at level 2") as refused:
+        await setup.model.update_weights("new", "keep", "")
+    assert (refused.value.code, len(setup.world.log)) == ("asleep", count)
+    await setup.model.sleep(2, "keep")
+    await setup.model.update_weights("new", "keep", "")
+    assert (setup.states(), weights(setup), setup.now) == ([(SLEEPING, 2)] * 2, ["new"] * 2, (SLEEPING, 2))
+    await setup.model.wake(["weights"])
+    await setup.model.update_weights("newer", "wait", "")
+    assert (setup.model.state.tags, weights(setup)) == (("weights",), ["newer"] * 2)
+    await setup.model.wake(())
+    assert setup.states() == [(AWAKE, 0)] * 2
+
+
+async def test_no_pause_comes_between(setup):
+    await setup.start()
+    setup.world.hold["updateweights"] = asyncio.Event()
+    updating = asyncio.create_task(setup.model.update_weights("new", "keep", ""))
+    while await asyncio.wait_for(setup.world.heard.get(), 10) != "1 updateweights":
+        pass
+    assert setup.model.state.transition == "update"
+    assert setup.model.serves, "requests wait, and are not refused"
+    pausing = asyncio.create_task(setup.model.pause("keep"))
+    updating.cancel()  # its caller leaves
+    await asyncio.gather(updating, return_exceptions=True)
+    setup.world.hold["updateweights"].set()
+    await asyncio.wait_for(pausing, 10)
+    assert (weights(setup), setup.states()) == (["new"] * 2, [(PAUSED, 0)] * 2)
+    assert setup.transitions == [("update", ""), ("pause", "")]

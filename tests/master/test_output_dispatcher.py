@@ -475,3 +475,19 @@ def test_streamed_and_whole_answers_are_the_same(tokenizer, texts, stops, logpro
     for text, shown in zip(texts, answers[0][0]):
         assert text.startswith(shown)
         assert shown == text or any(s in text for s in stops)
+
+
+def test_an_operator_ends_requests_with_what_they_have(bench):
+    heard = []
+    streamed, whole, kept = bench.open(1, n=2), bench.open(2, stream=False), bench.open(3)
+    probe(bench, 4, heard)
+    bench.step([(1, 0, "a"), (2, 0, "b"), (3, 0, "c")], [(1, 0, FINISH_LENGTH)])
+    assert bench.dispatcher.abort(lambda id: id in ("r1", "r2", "unknown")) == 2
+    assert ends_of(streamed) == [(0, "length", None), (1, "abort", None)]
+    assert (text_of(whole), ends_of(whole)) == ("b", [(0, "abort", None)])
+    assert (ends_of(kept), heard) == ([], [])
+    assert [(sorted(a.keys), a.reason) for a in bench.aborts] == [
+        ([sequence_key(1, 1), sequence_key(2, 0)], FINISH_ABORT)]
+    assert bench.dispatcher.abort(lambda id: True) == 2
+    assert (ends_of(kept), heard[0].error) == ([(0, "abort", None)], "The request was ended by the server's operator.")
+    assert bench.dispatcher.abort(lambda id: True) == bench.dispatcher.open_requests == 0

@@ -17,7 +17,7 @@ from xllm_npu.config.settings import Settings
 from xllm_npu.master.adapters import Adapters
 from xllm_npu.master.engine_group import CommandFailed
 from xllm_npu.master.llm_master import EngineDeadError, EngineStatus, ModelSleeping
-from xllm_npu.master.model_residency import ResidencyError, ResidencyState
+from xllm_npu.master.model_residency import ResidencyError, ResidencyState, ServedWeights
 from xllm_npu.master.request_factory import GenerationInput
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import PAUSED, SLEEPING, TAGS, EngineCommand, EngineReady
@@ -165,6 +165,12 @@ class FakeMaster:
         self.memory = memory or FakeMemory()
         self.memory.take(self)
         self.residency = ResidencyState()
+        self.weights = ServedWeights("smollm2")
+        self.refuse_weights: ResidencyError | None = None
+        self.may_update = asyncio.Event()  # an update of the weights takes until then
+        self.may_update.set()
+        self.parent: FakeMaster | None = None
+        self.abortions: list[list[str]] = []  # ids of requests that operators end
         self.transitions: list[tuple] = []
         self.may_wake = asyncio.Event()  # a wake-up takes until then
         self.may_wake.set()
@@ -230,6 +236,18 @@ class FakeMaster:
             raise ResidencyError("asleep", "The model sleeps: wake it up.")
         self.transitions.append(("resume",))
         self.residency = ResidencyState()
+
+    async def update_weights(self, checkpoint: str, mode: str = "abort", label: str = "") -> int:
+        self.transitions.append(("update", checkpoint, mode))
+        await self.may_update.wait()
+        if self.refuse_weights is not None:
+            raise self.refuse_weights
+        self.weights = ServedWeights(checkpoint, self.weights.version + 1, label)
+        return self.weights.version
+
+    def abort(self, external_ids: Collection[str] = ()) -> int:
+        self.abortions.append(list(external_ids))
+        return max(1, len(external_ids))
 
     async def command(self, message: EngineCommand) -> None:
         if self.status is EngineStatus.DEAD:

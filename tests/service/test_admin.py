@@ -20,7 +20,9 @@ from xllm_npu.state.messages import Profile, ResetPrefixCache
 
 class ForkingSet(ModelSet):
     def _new_fork(self, parent: FakeMaster, name: str) -> FakeMaster:
-        return FakeMaster(name=name)
+        fork = FakeMaster(name=name)
+        fork.parent = parent
+        return fork
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +156,8 @@ async def test_status():
         assert status["tasks"] >= 1
         assert one == {**one, "id": "a", "names": ["a"], "status": "sleeping", "state": "sleeping", "level": 2,
                        "tags": [], "last_seconds": {"sleep": 0.5}, "freed_bytes": 7, "requests": 1, "idle_seconds": 0,
-                       "failure": None, "virtual_memory_info": {"pages": {"mapped": 3}}}
+                       "weights": {"path": "smollm2", "version": 0}, "failure": None,
+                       "virtual_memory_info": {"pages": {"mapped": 3}}}
         assert (other["status"], other["state"], other["requests"]) == ("loading", "awake", 0)
         assert other["idle_seconds"] >= 0
 

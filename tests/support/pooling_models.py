@@ -25,25 +25,25 @@ _DISTILBERT = {"vocab_size": VOCAB, "dim": 64, "n_layers": 2, "n_heads": 4, "hid
                "max_position_embeddings": 130, "initializer_range": 0.2}
 
 
-def make_encoder(directory: Path, family: str, head: str = "Model", **config: Any) -> Any:
+def make_encoder(directory: Path, family: str, head: str = "Model", seed: int = 0, **config: Any) -> Any:
     """Write a model directory; returns transformers' model. `family` and `head` make the class: Bert, Model."""
     sizes = _DISTILBERT if family == "DistilBert" else _SIZES
     model = _seeded(lambda: getattr(transformers, family + head)(
-        getattr(transformers, f"{family}Config")(**{**sizes, **config})))
+        getattr(transformers, f"{family}Config")(**{**sizes, **config})), seed)
     return _write(directory, model)
 
 
-def make_decoder_classifier(directory: Path, num_labels: int) -> Any:
+def make_decoder_classifier(directory: Path, num_labels: int, seed: int = 0) -> Any:
     """Qwen3ForSequenceClassification."""
     config = transformers.Qwen3Config(
         **{**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "pad_token_id": 259, "num_labels": num_labels})
-    return _write(directory, _seeded(lambda: transformers.Qwen3ForSequenceClassification(config)))
+    return _write(directory, _seeded(lambda: transformers.Qwen3ForSequenceClassification(config), seed))
 
 
-def _seeded(make: Any) -> Any:
+def _seeded(make: Any, seed: int) -> Any:
     state = torch.random.get_rng_state()
     try:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = make().eval()
         for parameter in model.parameters():  # norms and biases are ones and zeros, which hide mistakes
             if parameter.ndim == 1:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
+from xllm_npu.execution.engine_weights import LoadFailed
+from xllm_npu.execution.weight_update import WeightsRefused
 from xllm_npu.state.kv_cache.page_allocator import PageGrowthRefused
 from xllm_npu.state.messages import KV_CACHE_TAG, TAGS
 
@@ -19,6 +22,8 @@ class SleepyMemory:
         self.calls: list[str] = []
         self.refuse_sleep: Exception | None = None
         self.refuse_wake = False
+        self.refuse_check = self.refuse_load = ""
+        self.checked: Future[None] | None = None  # of the test's, for checks that take their time
 
     @property
     def kv_is_mapped(self) -> bool:
@@ -40,3 +45,19 @@ class SleepyMemory:
             raise PageGrowthRefused("memory", "There is no memory, as the test says.")
         assert not self.awake & set(tags), "what is awake is woken up"
         self.awake |= set(tags)
+
+    def check_weights(self, checkpoint: str) -> Future[None]:
+        self.calls.append(f"check {checkpoint}")
+        done: Future[None] = Future()
+        if self.refuse_check:
+            done.set_exception(WeightsRefused(self.refuse_check))
+        elif self.checked is None:
+            done.set_result(None)
+        return done if self.checked is None else self.checked
+
+    def load_weights(self, checkpoint: str) -> None:
+        self.calls.append(f"load {checkpoint}")
+        self._check_rest()
+        if self.refuse_load:
+            raise LoadFailed(self.refuse_load)
+        self._lose_kv()

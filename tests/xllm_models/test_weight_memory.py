@@ -76,6 +76,16 @@ def test_rule_3_all_weights_lie_in_the_memory_given_plain_and_can_be_loaded_agai
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()} == addresses
 
 
+def test_weights_that_no_operator_packs_stay_where_graphs_know_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("xllm_models.ops.torch_ops.pack_linear", lambda weight: None)
+    directory = make_tiny_model(tmp_path / "m", "llama")
+    model = loaded(directory, None, torch.float32, "torch")
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    model.allocate_weights()
+    load_weights(model, open_source(make_tiny_model(tmp_path / "other", "llama", seed=1)))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+
+
 def test_quantized_gguf_files_are_loaded_again(tmp_path):
     write_gguf(tmp_path / "m.gguf", quantized=True, tied=True)
     memory = Block(planned(tmp_path / "m.gguf"))

@@ -7,10 +7,12 @@ one runs. Knows no policy: what runs is the scheduler's choice.
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import Future
 
 from xllm_models.weights.lora_adapter import LoraError
 
 from xllm_npu.execution.engine_memory import EngineMemory
+from xllm_npu.execution.engine_weights import EngineWeights
 from xllm_npu.execution.grammar_cache import GrammarCache
 from xllm_npu.execution.step_message import StepInput, build_step_input
 from xllm_npu.execution.worker_client import WorkerClient
@@ -29,11 +31,13 @@ class Engine:
     def __init__(
         self, worker: WorkerClient, others: WorkerGroup | None, block_size: int,
         memory: EngineMemory | None = None, grammars: GrammarCache | None = None,
+        weights: EngineWeights | None = None,
     ) -> None:
         self.grammars = grammars
         self._worker, self._others = worker, others
         self._block_size = block_size
         self.memory = memory  # where some of it is virtual and comes and goes
+        self._weights = weights
 
     @property
     def pages(self) -> EngineMemory | None:
@@ -122,6 +126,16 @@ class Engine:
         if self._others is not None:
             self._others.unload_lora(lora_id)
         self._worker.unload_lora(lora_id)
+
+    def check_weights(self, checkpoint: str) -> Future[None]:
+        """As `EngineWeights.check`."""
+        assert self._weights is not None
+        return self._weights.check(checkpoint)
+
+    def load_weights(self, checkpoint: str) -> None:
+        """As `EngineWeights.load`; nothing is in flight."""
+        assert self._weights is not None
+        self._weights.load(checkpoint)
 
     def check(self) -> None:
         """Raise how a worker died, if one has: an idle engine hears of it nowhere else."""

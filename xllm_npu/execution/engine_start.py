@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.engine import Engine
 from xllm_npu.execution.engine_memory import connect_memory
+from xllm_npu.execution.engine_weights import EngineWeights
 from xllm_npu.execution.rank import Rank, of_rank
 from xllm_npu.execution.socket_directory import socket_parent
 from xllm_npu.execution.worker import Worker
@@ -58,7 +59,8 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     init.ledgers = init.ledgers or init.directory
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, slot=init.slots[init.dp_rank * settings.parallel.tp_size],
                 slots=tuple(init.slots), rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous,
-                ledgers=init.ledgers, weights=of_rank(init.weights, 0), weights_from=of_rank(init.weights_from, 0))
+                ledgers=init.ledgers, weights=of_rank(init.weights, 0), weights_from=of_rank(init.weights_from, 0),
+                checkpoint=init.checkpoint)
     made: list[LoadedWorker] = []
 
     def make() -> Worker:
@@ -68,7 +70,8 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
     if settings.parallel.tp_size == 1:
         worker = _one_worker(make, overlap)
         ready = made[0].ready
-        return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None), made[0].grammars), ready
+        return Engine(worker, None, ready.block_size, connect_memory(made[0].memory, [], None), made[0].grammars,
+                      _weights(init, settings, made[0], worker, None)), ready
     check_cut(settings, rank, progress)
     with _registry(init) as registry:
         client, group, others = _several_workers(settings, init, make)
@@ -80,7 +83,15 @@ def _start(settings: Settings, init: EngineInit, progress: Progress, overlap: bo
         except BaseException:
             group.close(patience=0)
             raise
-    return Engine(client, group, ready.block_size, memory, made[0].grammars), ready
+    weights = _weights(init, settings, made[0], client, group)
+    return Engine(client, group, ready.block_size, memory, made[0].grammars, weights), ready
+
+
+def _weights(init: EngineInit, settings: Settings, first: LoadedWorker, client: WorkerClient, group: WorkerGroup | None
+             ) -> EngineWeights:
+    updater = first.worker.parts.updater
+    assert updater is not None
+    return EngineWeights(updater, client, group, init.checkpoint or settings.model.model)
 
 
 @contextmanager

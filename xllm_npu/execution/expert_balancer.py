@@ -60,6 +60,20 @@ class ExpertBalancer:
             if moe.places is not None:
                 moe.places.load.zero_()
 
+    def bring_home(self) -> None:
+        """The checkpoint was loaded again, each expert into its first place. On all ranks between the same steps."""
+        experts = self.layers[0].moe.num_experts
+        self.placements = [home_placement(experts, self.parallel.ep.size, self.layers[0].experts.slots)
+                           for _ in self.layers]
+        self._placed_for = [np.ones(experts) for _ in self.layers]
+        self._change, self._looking = None, False
+        self._loads.clear()
+        self._mover.forget()
+        for moe, placement in zip(self.layers, self.placements):
+            if moe.places is not None:
+                moe.places.update(placement.tolist())
+        self.restart()
+
     def after_step(self) -> None:
         """Once after every step, on every rank."""
         self.steps += 1

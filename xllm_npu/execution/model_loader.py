@@ -15,7 +15,7 @@ from xllm_models.encoder import EncoderModel, checkpoint_prefix
 from xllm_models.pooling_config import PoolingWish
 from xllm_models.registry import read_model_config
 from xllm_models.weights.dummy_source import DummySource
-from xllm_models.weights.loader import Progress, load_weights
+from xllm_models.weights.loader import Progress, load_weights, num_parameters
 from xllm_models.weights.renamed_source import with_prefix
 from xllm_models.weights.source import WeightSource, open_source
 
@@ -81,10 +81,16 @@ def load_model_weights(
     if settings.model.load_format == "dummy":
         source = DummySource(model.placements(), max(settings.execution.random_seed, 0))  # type: ignore[operator]
     else:
-        source = open_source(path)
-        if isinstance(model, EncoderModel):
-            source = with_prefix(source, checkpoint_prefix(source.tensors), "")
-        elif "embed_tokens.weight" in source.tensors:  # saved without a head, and so without the network's name
-            source = with_prefix(source, "", "model.")
+        source = open_weights(model, path)
     report = load_weights(model, source, progress)  # type: ignore[arg-type]
-    return WeightLoad(rank, report.bytes, report.seconds, report.peak_bytes)
+    return WeightLoad(rank, report.bytes, report.seconds, report.peak_bytes, num_parameters(source))
+
+
+def open_weights(model: torch.nn.Module, path: Path) -> WeightSource:
+    """The files, by the names that `model` gives its weights. Raises WeightError."""
+    source = open_source(path)
+    if isinstance(model, EncoderModel):
+        return with_prefix(source, checkpoint_prefix(source.tensors), "")
+    if "embed_tokens.weight" in source.tensors:  # saved without a head, and so without the network's name
+        return with_prefix(source, "", "model.")
+    return source

@@ -28,6 +28,7 @@ class Rank:
     rendezvous: str = ""  # of all ranks
     own_rendezvous: str = ""  # of this engine's ranks alone; "": made from the other
     ledgers: str = ""  # directory with a ledger for each device of this machine; "": nobody shares it
+    checkpoint: str = ""  # directory or hub id of the weights; "": the model's own
     weights: str = ""  # socket at which other processes may have this one's weights; "": nowhere
     weights_from: str = ""  # such a socket of another model's rank, whose weights this one takes; "": none
 

@@ -12,9 +12,17 @@ import zmq
 
 from xllm_npu.execution.shm_ring import RingReader, RingWriter
 from xllm_npu.execution.step_message import StepInput
-from xllm_npu.execution.worker_messages import WorkerLoadLora, WorkerProfile, WorkerStop, WorkerUnloadLora
+from xllm_npu.execution.worker_messages import (
+    WorkerCheckWeights,
+    WorkerLoadLora,
+    WorkerLoadWeights,
+    WorkerProfile,
+    WorkerStop,
+    WorkerUnloadLora,
+)
 
-StepMessage = StepInput | WorkerProfile | WorkerLoadLora | WorkerUnloadLora | WorkerStop
+StepMessage = (StepInput | WorkerProfile | WorkerLoadLora | WorkerUnloadLora | WorkerCheckWeights | WorkerLoadWeights
+               | WorkerStop)
 ALL, FAR = b"A", b"F"  # a message's first byte is its topic: for everybody, or for those who have no ring
 
 

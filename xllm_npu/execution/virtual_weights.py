@@ -1,4 +1,4 @@
-"""Weights in virtual memory, between settings and a model: planned, opened before anything else takes memory, reloaded.
+"""Weights in virtual memory, between settings and a model: planned, and opened before anything else takes memory.
 
 A model is built twice: once without memory (a network of transformers with the host's, which is not written to), which
 says how large its weights are and where each will lie, and once over the pages that were taken for them. What an
@@ -8,19 +8,17 @@ architecture from outside allocates past the hook of xllm_models.weight_memory i
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from xllm_models.weight_memory import WeightLayout, allocating_in
-from xllm_models.weights.source import open_source
 from xllm_platform.base import OutOfMemoryError, Platform
 from xllm_platform.cpu.device import CpuPlatform
 
 from xllm_npu.config.settings import Settings
-from xllm_npu.execution.model_loader import LoadError, load_model_weights
+from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.rank import Rank
 from xllm_npu.execution.virtual_kv import growth_rule, kv_page_bytes, open_driver, selecting
-from xllm_npu.memory.weight_contents import SleepOptions
+from xllm_npu.memory.weight_contents import SleepOptions, WeightLoader
 from xllm_npu.memory.weight_export import WeightExporter
 from xllm_npu.memory.weight_import import WeightImporter, WeightsUnavailable
 from xllm_npu.memory.weight_regions import WeightRegion
@@ -77,21 +75,7 @@ def _check_inside(model: Any, region: WeightRegion) -> None:
                         "virtual memory: leave --enable-vmm-weights out.")
 
 
-class CheckpointLoader:
-    """A `WeightLoader`: the same files once more, into the same weights."""
-
-    def __init__(self, settings: Settings, model: Any, path: Path, rank: int) -> None:
-        self._settings, self._model, self._path, self._rank = settings, model, path, rank
-
-    def check(self) -> None:
-        if self._settings.model.load_format != "dummy":
-            open_source(self._path)
-
-    def load(self) -> None:
-        load_model_weights(self._settings, self._model, self._path, self._rank, lambda done, total: None)
-
-
-def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: CheckpointLoader, rank: Rank) -> None:
+def make_sleepy(memory: WorkerMemoryResources, platform: Platform, loader: WeightLoader, rank: Rank) -> None:
     """From now on this worker can sleep, and others may have its weights, which are loaded. Raises OSError."""
     capabilities = platform.capabilities
     if rank.weights and memory.importer is None and capabilities.shared_pages != "none":

@@ -30,6 +30,7 @@ from xllm_npu.execution.sampler import Sampler, SampleResult
 from xllm_npu.execution.sampling_state import SamplingState
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.step_profile import StepProfile
+from xllm_npu.execution.weight_update import WeightUpdater
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.batch import StepResult
 from xllm_npu.state.messages import Logprobs
@@ -52,6 +53,7 @@ class WorkerParts:
     constrained: ConstrainedDecoding | None = None  # where this rank samples, and grammars can be had
     pooled: PooledRows | None = None  # prompts become vectors, and nothing is sampled
     lora: LoraWorker | None = None  # where adapters can be had
+    updater: WeightUpdater | None = None  # of the weights, from other checkpoints
     memory: WorkerMemoryResources | None = None  # under weights and KV cache, where those are in virtual memory
 
 
@@ -112,6 +114,12 @@ class Worker:
     def unload_lora(self, lora_id: int) -> None:
         assert self.parts.lora is not None
         self.parts.lora.unload(lora_id)
+
+    def load_weights(self, checkpoint: str) -> None:
+        """As `WeightUpdater.load`."""
+        assert self.parts.updater is not None
+        with self._stepping(), self.parts.platform.inference_context():
+            self.parts.updater.load(checkpoint)
 
     def close(self) -> None:
         """Leave the other ranks and give virtual memory back; no step follows."""

@@ -25,6 +25,8 @@ class StepExecutor(Protocol):
 
     def unload_lora(self, lora_id: int) -> None: ...
 
+    def load_weights(self, checkpoint: str) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -47,6 +49,10 @@ class WorkerClient(Protocol):
 
     def unload_lora(self, lora_id: int) -> None:
         """After the steps sent."""
+        ...
+
+    def load_weights(self, checkpoint: str) -> None:
+        """After the steps sent: over those that are there. Raises whatever goes wrong, with the weights in between."""
         ...
 
     def close(self) -> None: ...
@@ -136,6 +142,9 @@ class InProcessWorker:
     def unload_lora(self, lora_id: int) -> None:
         self._do(lambda worker: worker.unload_lora(lora_id))
 
+    def load_weights(self, checkpoint: str) -> None:
+        self._do(lambda worker: worker.load_weights(checkpoint))
+
     def _do(self, call: Callable[[StepExecutor], None]) -> None:
         self._called = _Call(call)
         self._steps.put(self._called)
@@ -173,6 +182,9 @@ class DirectWorker:
 
     def unload_lora(self, lora_id: int) -> None:
         self._worker.unload_lora(lora_id)
+
+    def load_weights(self, checkpoint: str) -> None:
+        self._worker.load_weights(checkpoint)
 
     def close(self) -> None:
         self._steps.clear()

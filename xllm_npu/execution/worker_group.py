@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -30,8 +31,11 @@ from xllm_npu.execution.shm_ring import RingWriter
 from xllm_npu.execution.step_channel import ChannelError, StepSender
 from xllm_npu.execution.step_message import StepInput
 from xllm_npu.execution.worker_messages import (
+    WorkerAnswer,
+    WorkerCheckWeights,
     WorkerFailed,
     WorkerLoadLora,
+    WorkerLoadWeights,
     WorkerProfile,
     WorkerReady,
     WorkerReport,
@@ -79,6 +83,7 @@ class WorkerGroup:
         self._progress: dict[int, RankProgress] = {}
         self._ready: dict[int, WorkerReady] = {}
         self._all_ready = threading.Event()
+        self._answers: queue.SimpleQueue[WorkerAnswer] = queue.SimpleQueue()
         self._failed = threading.Event()
         self._closing = False
         self.failure: BaseException | None = None
@@ -97,7 +102,7 @@ class WorkerGroup:
             own_rendezvous=init.own_rendezvous, ring=place, ledgers=init.ledgers,
             weights=of_rank(init.weights, rank), weights_from=of_rank(init.weights_from, rank),
             memory=f"ipc://{init.directory}/memory-{init.dp_rank}-{rank}",
-            memory_master=init.memory_master_at, memory_token=init.memory_token,
+            memory_master=init.memory_master_at, memory_token=init.memory_token, checkpoint=init.checkpoint,
         ))
         process = subprocess.Popen([sys.executable, "-m", "xllm_npu.execution.worker_process"], stdin=subprocess.PIPE,
                                    pass_fds=() if place is None else (place.fd, place.bell))
@@ -142,6 +147,24 @@ class WorkerGroup:
     def unload_lora(self, lora_id: int) -> None:
         self._steps.send(WorkerUnloadLora(lora_id))
 
+    def ask(self, message: WorkerCheckWeights | WorkerLoadWeights) -> None:
+        """Have all of them do it, after the steps sent; `answers` before the next."""
+        self._steps.send(message)
+
+    def answers(self) -> list[str]:
+        """What went wrong on those ranks where something did, once all have answered. Raises how one died."""
+        failed: dict[int, str] = {}
+        for _ in range(self._tp_size - 1):
+            answer = None
+            while answer is None:
+                if self.failure is not None:
+                    raise self.failure
+                with contextlib.suppress(queue.Empty):
+                    answer = self._answers.get(timeout=POLL_MS / 1000)
+            if answer.error:
+                failed[answer.rank] = f"Rank {self._init.dp_rank * self._tp_size + answer.rank}: {answer.error}"
+        return [failed[rank] for rank in sorted(failed)]
+
     def cause(self, error: BaseException) -> BaseException:
         """What made rank 0 fail with `error`: the death of another rank, if one is found within a second."""
         return self.failure if self._failed.wait(1.0) and self.failure is not None else error
@@ -177,6 +200,8 @@ class WorkerGroup:
                 self._ready[report.rank] = report
                 if len(self._ready) == self._tp_size - 1:
                     self._all_ready.set()
+            elif isinstance(report, WorkerAnswer):
+                self._answers.put(report)
             else:
                 self._fail_with(report)
 

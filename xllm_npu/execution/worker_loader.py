@@ -52,8 +52,9 @@ from xllm_npu.execution.model_loader import load_model_weights, read_config
 from xllm_npu.execution.pooled_rows import PooledRows
 from xllm_npu.execution.rank import Rank, is_coupled
 from xllm_npu.execution.sampling_state import SamplingState
-from xllm_npu.execution.virtual_weights import CheckpointLoader, build_over_pages, make_sleepy
+from xllm_npu.execution.virtual_weights import build_over_pages, make_sleepy
 from xllm_npu.execution.warm_up import warm_up
+from xllm_npu.execution.weight_update import CheckpointLoader, WeightUpdater, resolve_checkpoint
 from xllm_npu.execution.worker import Worker, WorkerParts
 from xllm_npu.memory.worker_resources import WorkerMemoryResources
 from xllm_npu.state.messages import EngineProgress, EngineReady, PoolingInfo, WeightLoad
@@ -86,6 +87,7 @@ class _Start:
     rank: Rank
     platform: Platform
     resolved: hub.ResolvedModel
+    weights: Path  # a checkpoint of that model or of another one like it
     config: ModelConfig
     dtype: torch.dtype
     parallel: ParallelState
@@ -104,12 +106,14 @@ def load_worker(
     began = time.monotonic()
     platform = _select_platform(settings, rank)
     resolved = _resolve(settings, progress)
+    weights = resolve_checkpoint(settings.model, rank.checkpoint) if rank.checkpoint else resolved.path
     config = read_config(settings, resolved.path)
     dtype = choose_dtype(settings, config, platform)
     _check_cut(settings, rank, config)
     parallel = _join(settings, rank, config, platform)
     try:
-        return _load(_Start(settings, rank, platform, resolved, config, dtype, parallel, began, grammars), progress)
+        return _load(_Start(settings, rank, platform, resolved, weights, config, dtype, parallel, began, grammars),
+                     progress)
     except BaseException:
         parallel.shutdown()
         raise
@@ -143,9 +147,9 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     backend = choose_attention(settings, platform, config, model.attention_needs, start.dtype)
     progress(EngineProgress(KERNELS_STAGE, 1, 1))
     weights = _weights(start, model, weight_memory, progress)
+    loader = CheckpointLoader(settings, model, start.weights, start.rank.tp_rank)
     if weight_memory is not None:
-        make_sleepy(weight_memory, platform, CheckpointLoader(settings, model, start.resolved.path, start.rank.tp_rank),
-                    start.rank)
+        make_sleepy(weight_memory, platform, loader, start.rank)
     balancer = _balancer(start, model)  # before the cache is sized: it sets memory aside
     lora = _lora(start, model)  # likewise
     pooler = _pooler(start)
@@ -165,6 +169,8 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     if pooler is not None:
         worker.parts.pooled = PooledRows(pooler, shape.max_seqs, config.hidden_size, platform.device())
     worker.parts.memory, worker.parts.lora = memory, lora
+    worker.parts.updater = updater = WeightUpdater(settings, config, model, loader, platform.synchronize)
+    updater.pooler, updater.balancer, updater.memory = pooler, balancer, memory
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)
     if balancer is not None:
@@ -205,7 +211,7 @@ def _weights(start: _Start, model: Any, memory: WorkerMemoryResources | None, pr
     if memory is not None and memory.importer is not None:
         return WeightLoad(start.rank.tp_rank, sum(p.nbytes for p in model.parameters()), 0.0, 0)
     return load_model_weights(
-        start.settings, model, start.resolved.path, start.rank.tp_rank,
+        start.settings, model, start.weights, start.rank.tp_rank,
         lambda done, total: progress(EngineProgress("Loading weights", done, total, "bytes")))
 
 
@@ -323,7 +329,7 @@ def _pooler(start: _Start) -> Pooler | None:
     if config.pooling is None:
         return None
     pooler = Pooler(config, Path(settings.model.tokenizer or start.resolved.tokenizer_dir), start.platform.device())
-    pooler.load(start.resolved.path, settings.model.load_format == "dummy", max(settings.execution.random_seed, 0))
+    pooler.load(start.weights, settings.model.load_format == "dummy", max(settings.execution.random_seed, 0))
     return pooler
 
 

@@ -1,7 +1,7 @@
 """What worker processes tell their engine, beside computing: msgspec structs, one a message.
 
-Steps go the other way as `StepInput` through step_channel.py, `WorkerProfile` and the messages about adapters
-among them; `WorkerStop` ends their stream.
+Steps go the other way as `StepInput` through step_channel.py, `WorkerProfile` and the messages about adapters and
+weights among them; `WorkerStop` ends their stream.
 """
 
 from __future__ import annotations
@@ -34,6 +34,25 @@ class WorkerUnloadLora(msgspec.Struct, tag=True, array_like=True):
     lora_id: int
 
 
+class WorkerCheckWeights(msgspec.Struct, tag=True, array_like=True):
+    """Whether this checkpoint could be loaded, beside the steps that follow. Answered by a `WorkerAnswer`."""
+
+    checkpoint: str
+
+
+class WorkerLoadWeights(msgspec.Struct, tag=True, array_like=True):
+    """Load this checkpoint over the weights. Answered by a `WorkerAnswer`."""
+
+    checkpoint: str
+
+
+class WorkerAnswer(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """One for each message about weights."""
+
+    rank: int
+    error: str = ""  # a sentence for people: why it did not come about
+
+
 class WorkerReady(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """Loaded, warm, and waiting for steps."""
 
@@ -61,4 +80,4 @@ class WorkerFailed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     traceback: str = ""
 
 
-WorkerReport = WorkerReady | WorkerStatus | WorkerFailed
+WorkerReport = WorkerReady | WorkerStatus | WorkerAnswer | WorkerFailed

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -20,8 +22,11 @@ import zmq
 from xllm_npu.config.settings import Settings
 from xllm_npu.execution.child import describe, follow_parent, read_line, remove_directory, speaks_for_itself
 from xllm_npu.execution.worker_messages import (
+    WorkerAnswer,
+    WorkerCheckWeights,
     WorkerFailed,
     WorkerLoadLora,
+    WorkerLoadWeights,
     WorkerProfile,
     WorkerReady,
     WorkerReport,
@@ -71,6 +76,16 @@ def _send_status(reporter: Reporter, rank: int, ended: threading.Event) -> None:
         reporter.send(WorkerStatus(rank=rank, entered=entered, left=left), wait=False)
 
 
+def _answer(reporter: Reporter, rank: int, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:  # the engine decides
+        log.debug("a rank's weights", exc_info=True)
+        reporter.send(WorkerAnswer(rank=rank, error=describe(error)))
+    else:
+        reporter.send(WorkerAnswer(rank=rank))
+
+
 def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
     """Load, then run steps until told to stop."""
     from xllm_npu.execution.rank import Rank
@@ -88,7 +103,7 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
 
     rank = Rank(seed=init.seed, dp_rank=init.dp_rank, tp_rank=init.tp_rank, slot=init.slot, slots=tuple(init.world),
                 rendezvous=init.rendezvous, own_rendezvous=init.own_rendezvous, ledgers=init.ledgers,
-                weights=init.weights, weights_from=init.weights_from)
+                weights=init.weights, weights_from=init.weights_from, checkpoint=init.checkpoint)
     loaded = load_worker(settings, rank, lambda _: None)
     memory = None
     if loaded.memory is not None and loaded.memory.takes_calls:
@@ -112,6 +127,13 @@ def serve(init: WorkerInit, settings: Settings, reporter: Reporter) -> None:
                 log.error("no adapter on rank %d: %s", init.tp_rank, error)
         elif isinstance(step, WorkerUnloadLora):
             loaded.worker.unload_lora(step.lora_id)
+        elif isinstance(step, WorkerCheckWeights):
+            assert loaded.worker.parts.updater is not None
+            check = partial(loaded.worker.parts.updater.check, step.checkpoint)
+            threading.Thread(target=_answer, args=(reporter, init.tp_rank, check), name="check-weights",
+                             daemon=True).start()
+        elif isinstance(step, WorkerLoadWeights):
+            _answer(reporter, init.tp_rank, partial(loaded.worker.load_weights, step.checkpoint))
         else:
             loaded.worker.execute(step)
     if memory is not None:

@@ -40,6 +40,7 @@ from xllm_npu.state.messages import (
     Sleep,
     StepOutputs,
     StepTogether,
+    UpdateWeights,
 )
 
 CAUSE_SECONDS = 0.5  # for the end that caused another one to be noticed
@@ -164,7 +165,7 @@ class EngineGroup:
         chosen = range(len(self._clients)) if ranks is None else ranks
         if self._over or not self.alive:
             raise EnginesGone("The engine process has ended.")
-        if isinstance(message, Sleep) and self._router is not None:
+        if isinstance(message, Sleep | UpdateWeights) and self._router is not None:
             self._router.forget_prefixes()
         loop = asyncio.get_running_loop()
         self._asking = {rank: loop.create_future() for rank in chosen}

@@ -36,16 +36,12 @@ from xllm_npu.state.messages import (
     EngineReady,
     LoadLora,
     OwnedPages,
-    Pause,
     ResetPrefixCache,
     Residency,
     ResidencyMessage,
-    Resume,
-    Sleep,
     StepOutputs,
     StepTogether,
     UnloadLora,
-    Wake,
 )
 
 if TYPE_CHECKING:
@@ -132,9 +128,9 @@ class EngineLoop:
     def submit(self, message: AddRequest | AbortRequest | StepTogether | ResidencyMessage) -> None:
         """Take a message in. A request that breaks the scheduler's rules ends alone, with an error.
 
-        Whether a Pause, Resume, Sleep or Wake has come about, `residency` tells.
+        Whether a ResidencyMessage has come about, `residency` tells.
         """
-        if isinstance(message, Pause | Resume | Sleep | Wake):
+        if isinstance(message, ResidencyMessage):
             self.residency.ask(message)
             return
         if isinstance(message, StepTogether):
@@ -230,7 +226,7 @@ class EngineLoop:
         return [] if self._engine.memory is None else self._engine.memory.owned_pages()
 
     def change(self, message: ResidencyMessage) -> Residency:
-        """Step until a Pause, Resume, Sleep or Wake has come about; for a caller who has no requests open."""
+        """Step until it has come about; for a caller who has no requests open."""
         self.residency.ask(message)
         while (answer := self.residency.advance()) is None:
             self.step()

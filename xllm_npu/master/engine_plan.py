@@ -18,12 +18,14 @@ class EnginePlan:
 
 
 def plan_on_one_machine(
-    settings: Settings, directory: Path, ledgers: Path | None = None, weights_from: Path | None = None
+    settings: Settings, directory: Path, ledgers: Path | None = None, weights_from: Path | None = None,
+    checkpoint: str = "",
 ) -> list[EnginePlan]:
     """One engine a data-parallel rank, with sockets in `directory`.
 
     `ledgers`: the directory, made by engines, that all models of the server keep the ledgers of their devices in.
-    `weights_from`: that of a model with the same settings, whose weights these engines share.
+    `weights_from`: that of a model with the same settings, whose weights these engines share. `checkpoint`: where they
+    load them from, if not from the model's.
     """
     tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size
     seed = settings.execution.random_seed
@@ -34,7 +36,7 @@ def plan_on_one_machine(
     return [
         EnginePlan(launcher, EngineInit(
             settings=text, requests=f"ipc://{directory}/requests-{rank}", outputs=f"ipc://{directory}/outputs-{rank}",
-            directory=str(directory), seed=seed, dp_rank=rank, slots=slots,
+            directory=str(directory), checkpoint=checkpoint, seed=seed, dp_rank=rank, slots=slots,
             rendezvous=f"file://{directory}/rendezvous",
             agreement=f"ipc://{directory}/agreement" if dp_size > 1 else "", ledgers=str(ledgers or ""),
             weights=f"{directory}/weights-{rank}" if settings.kv_cache.enable_vmm_weights else "",

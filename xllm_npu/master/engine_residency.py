@@ -10,9 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from xllm_npu.execution.engine import SleepUnavailable
+from xllm_npu.execution.engine_weights import LoadFailed
+from xllm_npu.execution.weight_update import WeightsRefused
+from xllm_npu.master.residency_error import WEIGHTS_KEPT
 from xllm_npu.memory.coordinator import SleepFailed
 from xllm_npu.scheduling.scheduler import Scheduler
 from xllm_npu.state.kv_cache.page_allocator import NOT_FOR_MEMORY, PageGrowthRefused
@@ -23,12 +27,16 @@ from xllm_npu.state.messages import (
     SLEEPING,
     TAGS,
     WEIGHTS_TAG,
+    CheckWeights,
     Pause,
     Residency,
     ResidencyMessage,
     Resume,
     Sleep,
+    UpdateWeights,
 )
+
+CHECK_PAUSE = 0.02  # seconds at most that a check of a checkpoint is waited for, where nothing else is to do
 
 
 class SleepingMemory(Protocol):
@@ -43,6 +51,14 @@ class SleepingMemory(Protocol):
 
     def wake(self, tags: Collection[str]) -> None:
         """Memory for all of these on all ranks, or for none (rule 49). Raises PageGrowthRefused, and what is fatal."""
+        ...
+
+    def check_weights(self, checkpoint: str) -> Future[None]:
+        """Beside steps. Raises WeightsRefused, and what is fatal."""
+        ...
+
+    def load_weights(self, checkpoint: str) -> None:
+        """On all ranks, or the old ones again: then LoadFailed is raised. Raises what is fatal."""
         ...
 
 
@@ -68,6 +84,7 @@ class EngineResidency:
         self._awake = frozenset(TAGS)  # what has its memory
         self._asked: deque[tuple[ResidencyMessage, float]] = deque()
         self._begun = False  # the oldest of those
+        self._checked: Future[None] | None = None
 
     def ask(self, message: ResidencyMessage) -> None:
         self._asked.append((message, time.monotonic()))
@@ -82,6 +99,10 @@ class EngineResidency:
             self._begin(message)
         if self._must_be_quiet(message) and not (self._scheduler.quiet and self._settled()):
             return None
+        if self._checked is not None and not self._checked.done():
+            wait((self._checked,), 0.0 if self._scheduler.has_work else CHECK_PAUSE)
+            if not self._checked.done():
+                return None
         self._asked.popleft()
         self._begun = False
         answer = Residency(state="", level=0, tags=[], seconds=0.0)
@@ -98,13 +119,17 @@ class EngineResidency:
         return answer
 
     def _must_be_quiet(self, message: ResidencyMessage) -> bool:
-        return isinstance(message, Pause | Sleep) and self.state != SLEEPING
+        return isinstance(message, Pause | Sleep | UpdateWeights) and self.state != SLEEPING
 
     def _begin(self, message: ResidencyMessage) -> None:
         if isinstance(message, Pause | Sleep):
             # Nothing can finish while the memory is gone: those that are there stay.
             asleep = self.state == SLEEPING and message.mode == "wait"
             self._scheduler.pause("keep" if asleep else message.mode)
+        elif isinstance(message, CheckWeights):
+            self._checked = self._memory.check_weights(message.checkpoint)
+        elif isinstance(message, UpdateWeights) and self.state == AWAKE:
+            self._scheduler.pause("keep")
 
     def _finish(self, message: ResidencyMessage) -> int:
         """Returns bytes given back. Raises Refused, PageGrowthRefused, and what is fatal."""
@@ -119,6 +144,10 @@ class EngineResidency:
             self.state = AWAKE
         elif isinstance(message, Sleep):
             return self._sleep(message.level)
+        elif isinstance(message, CheckWeights):
+            self._take_checked()
+        elif isinstance(message, UpdateWeights):
+            self._update_weights(message.checkpoint)
         else:
             self._wake(frozenset(message.tags or TAGS))
         return 0
@@ -140,6 +169,26 @@ class EngineResidency:
             raise Refused("unsupported" if isinstance(error, SleepUnavailable) else "failed", str(error)) from error
         self.state, self.level, self._awake = SLEEPING, level, frozenset()
         return freed
+
+    def _take_checked(self) -> None:
+        checked, self._checked = self._checked, None
+        assert checked is not None
+        try:
+            checked.result()
+        except WeightsRefused as error:
+            raise Refused("checkpoint", str(error)) from error
+
+    def _update_weights(self, checkpoint: str) -> None:
+        if self.level == 1 and WEIGHTS_TAG not in self._awake:
+            raise Refused("asleep", WEIGHTS_KEPT)
+        if KV_CACHE_TAG in self._awake:
+            self._scheduler.forget_computed()
+        if self.state == AWAKE:
+            self.state = PAUSED
+        try:
+            self._memory.load_weights(checkpoint)
+        except LoadFailed as error:
+            raise Refused("failed", str(error)) from error
 
     def _wake(self, tags: frozenset[str]) -> None:
         missing = tags - self._awake

@@ -10,6 +10,7 @@ import asyncio
 import enum
 import gc
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,12 @@ from xllm_npu.master.beam_searches import BeamSearches
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, EnginesGone, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
 from xllm_npu.master.memory_report import MemoryReport
-from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState
+from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState, ServedWeights
 from xllm_npu.master.model_text import check_parsers, import_text, load_text
 from xllm_npu.master.queue_gauge import QueueGauge
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
-from xllm_npu.master.residency_error import ResidencyError
+from xllm_npu.master.residency_error import ResidencyError, check_can_update
 from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AWAKE, AddRequest, EngineCommand, EngineProgress, EngineReady, StepOutputs
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TEXT_THREADS = 4
+API_PREFIX = re.compile(r"\A[a-z]+[-_]")
 
 
 class EngineStatus(enum.Enum):
@@ -115,7 +117,7 @@ class LLMMaster:
         self._memory = MemoryReport()
         self._residency = ModelResidency(
             lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches,
-            ResidencyEvents(self._on_residency, self.metrics.on_transition))
+            ResidencyEvents(self._on_residency, self.metrics.on_transition), ServedWeights(settings.model.model))
         self._restoring: asyncio.Task[None] | None = None
         self.adapters = Adapters(settings.lora, lambda message: self._engines.command(message))
 
@@ -137,12 +139,13 @@ class LLMMaster:
         return EngineGroup(self.settings, (), self._directory, events)
 
     async def _launch(self) -> None:
+        checkpoint = self.weights.checkpoint if self.weights.version else ""
         if self._cluster is None:
             self._engines.place(plan_on_one_machine(
                 self.settings, self._directory, self.ledgers,
-                None if self.parent is None else self.parent.weights_directory))
+                None if self.parent is None else self.parent.weights_directory, checkpoint))
         else:
-            self._engines.place(await self._cluster.plan(self._directory))
+            self._engines.place(await self._cluster.plan(self._directory, checkpoint))
         await self._engines.start()
 
     async def _launch_or_fail(self) -> None:
@@ -293,6 +296,25 @@ class LLMMaster:
     async def resume(self) -> None:
         """The end of `pause`."""
         await self._residency.resume()
+
+    async def update_weights(self, checkpoint: str, mode: str = "abort", label: str = "") -> int:
+        """Replace the weights by those of `checkpoint`, a directory or hub id; `mode` as for `sleep`. Their version."""
+        check_can_update(self.settings.model)
+        return await self._residency.update_weights(checkpoint, mode, label)
+
+    @property
+    def weights(self) -> ServedWeights:
+        return self._residency.weights if self.parent is None else self.parent.weights
+
+    def abort(self, external_ids: Collection[str] = ()) -> int:
+        """End open requests, those with these ids or all, with what they have so far; how many there were.
+
+        An id may be given with or without what its API has put before it ("chatcmpl-").
+        """
+        if self._dispatcher is None:
+            return 0
+        ids = frozenset(external_ids)
+        return self._dispatcher.abort(lambda id: not ids or id in ids or API_PREFIX.sub("", id) in ids)
 
     async def command(self, message: EngineCommand) -> None:
         """Have all engines forget cached prefixes, or trace their steps. Raises CommandFailed, EngineDeadError."""

@@ -1,4 +1,4 @@
-"""One model's pauses, sleep and wake-up over all of its engines: one transition at a time, all ranks or none.
+"""One model's pauses, sleep, wake-up and new weights over all its engines: one transition at a time, all ranks or none.
 
 Every transition goes through the state "paused" on all ranks: none is told to sleep before all have paused, and none
 to resume before all have their memory, so that no rank waits in a step for one that sleeps. If one rank cannot, the
@@ -16,17 +16,27 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from xllm_npu.master.engine_group import EngineGroup, EnginesGone
-from xllm_npu.master.residency_error import ResidencyError, check_can_sleep, check_level, check_mode, check_tags
+from xllm_npu.master.residency_error import (
+    WEIGHTS_KEPT,
+    ResidencyError,
+    check_can_sleep,
+    check_level,
+    check_mode,
+    check_tags,
+)
 from xllm_npu.state.messages import (
     AWAKE,
     PAUSED,
     SLEEPING,
     TAGS,
+    WEIGHTS_TAG,
+    CheckWeights,
     Pause,
     PauseMode,
     Residency,
     Resume,
     Sleep,
+    UpdateWeights,
     Wake,
 )
 
@@ -38,9 +48,18 @@ class ResidencyState:
     level: int = 0  # of sleep: 1 weights in host memory, 2 dropped; 0 unless sleeping
     tags: tuple[str, ...] = TAGS  # whose memory is there: "weights", "kv_cache"
     since: float = 0.0  # time.time() of the last change
-    transition: str = ""  # sleep, wake, pause or resume, while one goes on
+    transition: str = ""  # sleep, wake, pause, resume or update, while one goes on
     last_seconds: dict[str, float] = field(default_factory=dict)  # of the last one of each that came about
     freed_bytes: int = 0  # by the last sleep, on all ranks
+
+
+@dataclass(slots=True, frozen=True)
+class ServedWeights:
+    """Where the weights that are served come from; engines that replace these load the same."""
+
+    checkpoint: str  # directory or hub id, as it was given
+    version: int = 0  # how often they were replaced since the server started
+    label: str = ""  # what the operator calls them
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,11 +81,13 @@ class Searches(Protocol):
 
 class ModelResidency:
     def __init__(
-        self, engines: Callable[[], EngineGroup], can_sleep: bool, searches: Searches, events: ResidencyEvents
+        self, engines: Callable[[], EngineGroup], can_sleep: bool, searches: Searches, events: ResidencyEvents,
+        weights: ServedWeights,
     ) -> None:
-        """`engines`: those that serve now. `can_sleep`: settings let their memory go."""
+        """`engines`: those that serve now. `can_sleep`: settings let their memory go. `weights`: that they load."""
         self._engines, self._can_sleep, self._searches, self._events = engines, can_sleep, searches, events
         self.state = ResidencyState(since=time.time())
+        self.weights = weights
         self.ready = False  # the engines have loaded
         self._wanted: Sleep | Pause | None = None  # what holds, for engines that replace these
         self._lock = asyncio.Lock()
@@ -98,6 +119,21 @@ class ModelResidency:
     async def resume(self) -> None:
         """The end of `pause`. Raises ResidencyError while asleep."""
         await self._run("resume", self._resume)
+
+    async def update_weights(self, checkpoint: str, mode: str, label: str) -> int:
+        """Replace the weights by those of another checkpoint, on all ranks or none; their version.
+
+        Raises ResidencyError. The checkpoint is checked first, while steps run. Who is paused stays so, and weights
+        that level 2 has dropped come from there with the wake-up.
+        """
+        checked, updated = check_mode(mode), list[ServedWeights]()
+
+        async def update() -> None:
+            await self._update(checkpoint, checked, label)
+            updated.append(self.weights)
+
+        await self._run("update", update)
+        return updated[0].version
 
     async def restore(self) -> None:
         """New engines, which are awake, become what the old ones were. Raises ResidencyError."""
@@ -236,6 +272,34 @@ class ModelResidency:
         """Those that woke up sleep again, all of them: an engine does not sleep by halves."""
         if any(not a.error for a in answers.values()):
             self._set_what_all_have(await self._group.ask(Sleep(before.level, "keep")))
+
+    async def _update(self, checkpoint: str, mode: PauseMode, label: str) -> None:
+        before = self.state
+        if before.state == SLEEPING and before.level == 1 and WEIGHTS_TAG not in before.tags:
+            raise ResidencyError("asleep", WEIGHTS_KEPT)
+        self._accept(await self._group.ask(CheckWeights(checkpoint)))
+        await self._quiet(mode)
+        answers = await self._group.ask(UpdateWeights(checkpoint))
+        failed = [a for a in answers.values() if a.error]
+        if failed:
+            await self._undo_update([rank for rank, a in answers.items() if not a.error])
+        else:
+            self.weights = ServedWeights(checkpoint, self.weights.version + 1, label)
+        if before.state == AWAKE:
+            await self._go_on()
+        if failed:
+            raise _error(failed[0])
+
+    async def _undo_update(self, updated: list[int]) -> None:
+        """Engines that could not load have their old weights again; those that could get theirs too."""
+        if not updated:
+            return
+        answers = await self._group.ask(UpdateWeights(self.weights.checkpoint), updated)
+        lost = [a.error for a in answers.values() if a.error]
+        if lost:
+            reason = f"The engines have different weights, and the old ones cannot be loaded again: {lost[0]}"
+            self._group.fail(reason)
+            raise EnginesGone(reason)
 
     @staticmethod
     def _accept(answers: dict[int, Residency]) -> None:

@@ -85,6 +85,7 @@ class ModelSet:
         self._forks: dict[str, tuple[ServedModel, asyncio.Task[ServedModel]]] = {}  # by name, with their parents
         self.on_progress: Callable[[ServedModel, EngineProgress], None] = lambda model, progress: None
         self.make_room: MakeRoom = _no_room  # asked for a model that does not start for want of memory
+        self._updating: set[ServedModel] = set()  # their weights are being replaced
         self._ledgers = new_directory()
 
     @classmethod
@@ -178,6 +179,22 @@ class ModelSet:
         forking.add_done_callback(partial(self._on_forked, new_name))
         return await asyncio.shield(forking)
 
+    async def update_weights(self, model: ServedModel, checkpoint: str, mode: str, label: str = "") -> int:
+        """Replace its weights, which must be its own alone; their version. Raises ResidencyError."""
+        sharers = [name for name, (parent, _) in self._forks.items() if parent is model and not self._is_dead(name)]
+        if model.master.parent is not None or sharers:
+            other = f"its fork {sharers[0]}" if sharers else "the model that it is a fork of"
+            raise ResidencyError("shared", f"The weights of {model.name} are those of {other} too, and cannot be "
+                                 "replaced.")
+        self._updating.add(model)
+        try:
+            return await model.master.update_weights(checkpoint, mode, label)
+        finally:
+            self._updating.discard(model)
+
+    def _is_dead(self, name: str) -> bool:
+        return name in self._by_name and self._by_name[name].master.status is EngineStatus.DEAD
+
     def _on_forked(self, name: str, task: asyncio.Task[ServedModel]) -> None:
         if task.cancelled() or task.exception() is not None:
             del self._forks[name]
@@ -194,6 +211,8 @@ class ModelSet:
     async def _fork(self, parent: ServedModel, name: str) -> ServedModel:
         if parent.master.status is not EngineStatus.READY:
             raise ResidencyError("asleep", f"The model {parent.name} is not awake, and so has no weights to share.")
+        if parent in self._updating or parent.master.residency.transition == "update":
+            raise ResidencyError("shared", f"The weights of {parent.name} are being replaced: fork it afterwards.")
         began = time.monotonic()
         new_master = partial(self._new_fork, parent.master, name)
         model = ServedModel((name,), new_master(), new_master)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 PLAIN_ERROR = "The server failed to generate this request."
 # Why a probe has measured nothing.
-ENDINGS = {FINISH_ERROR: PLAIN_ERROR, FINISH_ABORT: "The request was ended: the model pauses, or goes to sleep."}
+ENDINGS = {FINISH_ERROR: PLAIN_ERROR, FINISH_ABORT: "The request was ended by the server's operator."}
 
 Sink = Callable[[RequestOutput], None]
 ProbeSink = Callable[["ProbeResult"], None]
@@ -91,6 +91,7 @@ class ProbeResult:
 class _Probe:
     sink: ProbeSink
     result: ProbeResult
+    external_id: str
 
 
 class OutputDispatcher:
@@ -140,7 +141,7 @@ class OutputDispatcher:
     def open_probe(self, request: AddRequest, sink: ProbeSink) -> None:
         """Bring the logprobs of `request`'s one token to `sink`, once; it must not raise. `close` as any request."""
         assert (request.params.max_tokens, request.params.num_sequences) == (1, 1)
-        self._probes[request.request_id] = _Probe(sink, ProbeResult())
+        self._probes[request.request_id] = _Probe(sink, ProbeResult(), request.external_id)
 
     def close(self, request_id: int) -> bool:
         """The client left: no more outputs, and the engine stops what is unfinished. False if it was over
@@ -158,6 +159,17 @@ class OutputDispatcher:
             self._abort(AbortRequest(keys, FINISH_ABORT))
         self._ended(request_id)
         return True
+
+    def abort(self, wanted: Callable[[str], bool]) -> int:
+        """End requests, chosen by their external ids, with what they have so far; how many there were."""
+        chosen = [entry for entry in self._requests.values() if wanted(entry.request.external_id)]
+        keys = [s.key for entry in chosen for s in entry.sequences if not s.finished]
+        probes = [request_id for request_id, probe in self._probes.items() if wanted(probe.external_id)]
+        keys += [sequence_key(request_id, 0) for request_id in probes]
+        if keys:
+            self._abort(AbortRequest(keys, FINISH_ABORT))
+            self.handle(StepOutputs(finished=[Finished(key, FINISH_ABORT) for key in keys]))
+        return len(chosen) + len(probes)
 
     def fail_all(self, message: str) -> None:
         """The engine is gone: every open request ends with an error."""

@@ -239,13 +239,17 @@ class Scheduler:
         for lead in self._gate.open():
             self.waiting.push(lead)
 
-    def let_go(self) -> None:
-        """While quiet: all that run give way, to be computed anew, no prefix is known, no KV block has memory."""
+    def forget_computed(self) -> None:
+        """While quiet: all that run give way, to be computed anew, and no prefix is known."""
         assert self.quiet, "a step is in flight, or a request has to finish first"
         for sequence in self.running.sequences():
             self._preemption.preempt(sequence)
         self.running.blocks.prefix.reset()
         self._settle()
+
+    def let_go(self) -> None:
+        """`forget_computed`, and no KV block has memory."""
+        self.forget_computed()
         self.running.blocks.pool.freeze()
 
     def reset_prefix_cache(self) -> None:

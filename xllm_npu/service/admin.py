@@ -1,5 +1,5 @@
-"""The admin application: sleep, wake-up, pause, fork and status of each model, its cached prefixes, profiles of its
-steps, and its settings; on a listener of its own.
+"""The admin application: sleep, wake-up, pause, fork and status of each model, its weights and cached prefixes,
+profiles of its steps, and its settings; on a listener of its own.
 
 Two spellings of the same: bodies as xLLM's (MasterInfos), and query parameters as vLLM's. Which model is meant is
 `model` (query or body) or `model_id` (body); where there is one model it need not be named. Every route may be called
@@ -35,6 +35,7 @@ from xllm_npu.service.errors import (
 )
 from xllm_npu.service.lora import LoraRoutes
 from xllm_npu.service.request_id import RequestIdMiddleware
+from xllm_npu.service.weights import WeightRoutes
 from xllm_npu.state.messages import PAUSED, SLEEPING, EngineCommand, EngineReady, Profile, ResetPrefixCache
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.version import __version__
@@ -64,6 +65,15 @@ class Done(msgspec.Struct):
     status: str
 
 
+class Aborted(msgspec.Struct):
+    aborted: int
+
+
+class WeightsStatus(msgspec.Struct):
+    path: str  # as it was given
+    version: int  # updates since the server started
+
+
 class ModelStatus(msgspec.Struct):
     """Times in seconds, memory in bytes."""
 
@@ -75,9 +85,10 @@ class ModelStatus(msgspec.Struct):
     level: int
     tags: list[str]  # whose memory is there
     since: float  # time of the last change of state
-    transition: str  # sleep, wake, pause, resume, while one goes on
+    transition: str  # sleep, wake, pause, resume, update, while one goes on
     last_seconds: dict[str, float]  # of the last of each transition
     freed_bytes: int  # by the last sleep
+    weights: WeightsStatus
     requests: int  # that run or wait
     idle_seconds: float
     virtual_memory_info: dict[str, Any]
@@ -125,17 +136,20 @@ class AdminRoutes:
         self._residency = residency
         self._profile_dir = profile_dir
         self._lora = LoraRoutes(models)
+        self._weights = WeightRoutes(models)
 
     def posts(self) -> dict[str, Handler]:
         return {"/sleep": self.sleep, "/wakeup": self.wake_up, "/wake_up": self.wake_up, "/pause": self.pause,
                 "/resume": self.resume, "/fork_master": self.fork_master,
                 "/reset_prefix_cache": self.reset_prefix_cache, "/start_profile": self.start_profile,
                 "/stop_profile": self.stop_profile, "/v1/load_lora_adapter": self.load_lora_adapter,
-                "/v1/unload_lora_adapter": self.unload_lora_adapter}
+                "/v1/unload_lora_adapter": self.unload_lora_adapter, "/update_weights": self.update_weights,
+                "/update_weights_from_disk": self.update_weights_from_disk, "/abort_requests": self.abort_requests}
 
     def gets(self) -> dict[str, Handler]:
         return {"/is_sleeping": self.is_sleeping, "/is_paused": self.is_paused, "/status": self.status,
-                "/server_info": self.server_info}
+                "/server_info": self.server_info, "/weight_info": self.weight_info,
+                "/get_world_size": self.world_size}
 
     async def sleep(self, request: Request) -> Response:
         """Give the memory of weights and KV cache back."""
@@ -216,6 +230,29 @@ class AdminRoutes:
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Serve it no longer; requests that are open go on."""
         return await self._lora.unload((await self._read(request)).body)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Replace a model's weights, in place, by those of another checkpoint."""
+        return _json(await self._weights.update(await self._read(request)))
+
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        """The same in SGLang's words."""
+        return _json(await self._weights.update_from_disk(await self._read(request)))
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End open requests by their ids, or all of a model; each is answered with what it has so far."""
+        call = await self._read(request)
+        ids = call.texts("request_ids")
+        models = [call.model()] if not ids or call.text("model") else list(self._models)
+        return _json(Aborted(sum(model.master.abort(ids) for model in models)))
+
+    async def weight_info(self, request: Request) -> Response:
+        """Where a model's weights come from, and how large they are."""
+        return _json(self._weights.info(await self._read(request)))
+
+    async def world_size(self, request: Request) -> Response:
+        """How many devices a model has; with include_dp=false one of its data-parallel engines."""
+        return _json(self._weights.world_size(await self._read(request)))
 
     async def server_info(self, request: Request) -> Response:
         """Every model's settings, keys masked, and what its engines said of themselves when they were ready."""
@@ -355,7 +392,8 @@ def _status_of(model: ServedModel) -> ModelStatus:
     return ModelStatus(
         id=model.name, names=list(model.names), status=master.status.value, failure=master.failure,
         state=state.state, level=state.level, tags=list(state.tags), since=state.since, transition=state.transition,
-        last_seconds=state.last_seconds, freed_bytes=state.freed_bytes, requests=model.in_flight,
+        last_seconds=state.last_seconds, freed_bytes=state.freed_bytes,
+        weights=WeightsStatus(master.weights.checkpoint, master.weights.version), requests=model.in_flight,
         idle_seconds=0.0 if model.in_flight else round(time.monotonic() - model.last_use, 3),
         virtual_memory_info=master.virtual_memory_info())
 

@@ -107,6 +107,7 @@ _RESIDENCY_ERRORS: dict[str, tuple[int, str, int | None]] = {
     "invalid": (400, "invalid_value", None), "unsupported": (400, "not_supported", None),
     "asleep": (409, "model_sleeping", None), "not_ready": (503, "engine_loading", 5),
     "memory": (503, "insufficient_memory", 5), "gone": (503, "engine_dead", None),
+    "checkpoint": (400, "invalid_checkpoint", None), "shared": (409, "conflict", None),
 }  # fmt: skip
 SLEEPING_RETRY_SECONDS = 10
 

@@ -41,6 +41,7 @@ class EngineInit(msgspec.Struct, kw_only=True):
     memory_master_at: str = ""  # how they reach it
     memory_token: str = ""  # that they name there
     ledgers: str = ""  # directory with the ledger of each device of this machine, for all models; "": `directory`
+    checkpoint: str = ""  # directory or hub id to load the weights from; "": the model's own
     weights: str = ""  # path for sockets at which its ranks share weights, "-" and tp_rank to come; "": they do not
     weights_from: str = ""  # that of the engine whose weights this one shares; "": it loads its own
 
@@ -70,6 +71,7 @@ class WorkerInit(msgspec.Struct, kw_only=True):
     memory_master: str = ""  # endpoint to register it at; "": it is said with readiness
     memory_token: str = ""
     ledgers: str = ""  # as in EngineInit
+    checkpoint: str = ""
     weights: str = ""  # as in EngineInit, with the rank
     weights_from: str = ""
     directory: str = ""  # of its parent, where that is not its engine: goes with it

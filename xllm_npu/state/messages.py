@@ -1,13 +1,14 @@
 """What the HTTP process and the engine process say to each other: msgspec structs, arrays as raw bytes.
 
-Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`; `Pause`, `Resume`, `Sleep`, `Wake`, each of
-which is answered by one `Residency`; `ResetPrefixCache`, `Profile`, each of which is answered by one `CommandDone`.
+Client to engine: `AddRequest`, `AbortRequest`, `StepTogether`, `Shutdown`; `Pause`, `Resume`, `Sleep`, `Wake`,
+`CheckWeights`, `UpdateWeights`, each of which is answered by one `Residency`; `ResetPrefixCache`, `Profile`, each of
+which is answered by one `CommandDone`.
 Engine to client: `EngineReady` once, then one `StepOutputs` for each engine step that has news for a client,
 `EngineFailed` before it dies if it can.
 A sequence is addressed by its key: request_id * SEQUENCES_PER_REQUEST + index.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -96,6 +97,24 @@ class Wake(msgspec.Struct, tag=True, array_like=True):
     tags: list[str]  # of TAGS; empty: all
 
 
+MAX_CHECKPOINT_CHARS = 4096
+Checkpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHECKPOINT_CHARS)]  # a directory or hub id
+
+
+class CheckWeights(msgspec.Struct, tag=True, array_like=True):
+    """Whether this checkpoint could take the place of what is served, on all ranks. Steps run meanwhile."""
+
+    checkpoint: Checkpoint
+
+
+class UpdateWeights(msgspec.Struct, tag=True, array_like=True):
+    """Pause, if that has not happened, and load this checkpoint, which was checked, over the weights. Cached prefixes
+    are forgotten, and requests that stay are computed anew. An engine that answers with an error has the old weights.
+    """
+
+    checkpoint: Checkpoint
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End after the step in flight; the client has drained or aborted its requests."""
 
@@ -130,7 +149,7 @@ class CommandDone(msgspec.Struct, tag=True, array_like=True):
 
 
 class Residency(msgspec.Struct, tag=True, array_like=True, kw_only=True):
-    """The answer to a Pause, Resume, Sleep or Wake: what holds now. After an error that is what held before."""
+    """The answer to a ResidencyMessage: what holds now. After an error that is what held before."""
 
     state: str  # AWAKE, PAUSED, SLEEPING
     level: int  # of sleep; 0 unless SLEEPING
@@ -138,7 +157,7 @@ class Residency(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     seconds: float  # from the message to this answer
     freed_bytes: int = 0  # given back by this transition
     error: str = ""  # a sentence for people: why it did not come about
-    reason: str = ""  # with an error, one word: memory, asleep, unsupported, failed
+    reason: str = ""  # with an error, one word: memory, asleep, unsupported, failed, checkpoint
 
 
 class WeightLoad(msgspec.Struct, array_like=True):
@@ -148,6 +167,7 @@ class WeightLoad(msgspec.Struct, array_like=True):
     bytes: int  # in parameters, in their dtypes
     seconds: float
     peak_bytes: int  # of host memory, above what the process had before
+    parameters: int = 0  # values in the checkpoint, those of all ranks
 
 
 class OwnedPages(msgspec.Struct, array_like=True, kw_only=True):
@@ -302,10 +322,10 @@ class StepOutputs(msgspec.Struct, tag=True, array_like=True, kw_only=True):
         return np.frombuffer(self.tokens, np.int32)
 
 
-ResidencyMessage = Pause | Resume | Sleep | Wake
+ResidencyMessage = Pause | Resume | Sleep | Wake | CheckWeights | UpdateWeights
 EngineCommand = ResetPrefixCache | Profile | LoadLora | UnloadLora
-ClientMessage = (AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake | ResetPrefixCache
-                 | Profile | LoadLora | UnloadLora)
+ClientMessage = (AddRequest | AbortRequest | StepTogether | Shutdown | Pause | Resume | Sleep | Wake | CheckWeights
+                 | UpdateWeights | ResetPrefixCache | Profile | LoadLora | UnloadLora)
 EngineMessage = EngineReady | EngineProgress | StepOutputs | EngineFailed | Residency | CommandDone
 
 

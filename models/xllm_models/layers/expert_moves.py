@@ -66,6 +66,10 @@ class ExpertMover:
             aside[begin : begin + len(receives)].flatten(1).copy_(all_to_all(rows, self.group, *sizes))
         self._received += [m.target[1] for m in receives]
 
+    def forget(self) -> None:
+        """What lies aside is not wanted any more."""
+        self._received = []
+
     def finish(self, layer: int, new: Placement) -> None:
         """From now on the layer uses what has come."""
         moe = self.layers[layer]

@@ -54,8 +54,8 @@ class ParallelLinear(nn.Module):
             self.weight.data = self.weight.data.new_empty(0)
 
     def allocate(self) -> None:
-        """A plain weight to load into, after `finalize` has dropped it."""
-        if self.stays_plain:
+        """A plain weight to load into, after `finalize` has dropped it; else that is there, and graphs know where."""
+        if self.packed is None:
             return
         self.packed = None
         self.weight.data = self.weight.data.new_empty(self.out_features, self.in_features)

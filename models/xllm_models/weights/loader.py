@@ -59,14 +59,42 @@ def load_weights(model: LoadableModel, source: WeightSource, progress: Progress 
     return LoadReport(done, time.perf_counter() - started, tensors, memory.rise())
 
 
-def fill(
-    placements: Mapping[str, Placement], source: WeightSource, progress: Progress | None = None
-) -> tuple[int, int]:
-    """-> (bytes put into parameters, tensors read)."""
+def check_weights(model: LoadableModel, source: WeightSource) -> None:
+    """Raise the WeightError that `load_weights` would raise of names, shapes and types; reads headers alone.
+
+    A model that fills itself (`load_from`) checks itself too (`check_from`).
+    """
+    check_from = getattr(model, "check_from", None)
+    if check_from is not None:
+        check_from(source)
+    else:
+        check_placements(model.placements(), source)
+
+
+def check_placements(placements: Mapping[str, Placement], source: WeightSource) -> dict[str, Region]:
+    """What of each tensor this rank reads. Raises WeightError."""
     _check_names(placements, source)
     _check_shapes(placements, source)
     _check_bytes(placements, source)
     regions = {name: region_of(name, p) for name, p in placements.items() if name in source.tensors}
+    source.check_types(regions)
+    return regions
+
+
+def num_parameters(source: WeightSource) -> int:
+    """Values in the checkpoint's tensors; those of 4 bits lie two in a byte, and their scales are none."""
+    counts = (
+        0 if info.dtype == "U8" and name.endswith("_scales") else math.prod(info.shape) * (1 + (info.dtype == "U8"))
+        for name, info in source.tensors.items() if not name.endswith(_KNOWN_BUFFERS)
+    )
+    return sum(counts)
+
+
+def fill(
+    placements: Mapping[str, Placement], source: WeightSource, progress: Progress | None = None
+) -> tuple[int, int]:
+    """-> (bytes put into parameters, tensors read)."""
+    regions = check_placements(placements, source)
     sizes = {
         name: _num_elements(region) * placements[name].param.element_size()
         for name, region in regions.items()

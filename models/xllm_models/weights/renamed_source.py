@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -16,6 +16,9 @@ class RenamedSource(WeightSource):
         self._ours = dict(names)
         self.path = source.path
         self.tensors = {ours: source.tensors[theirs] for theirs, ours in names.items()}
+
+    def check_types(self, names: Iterable[str]) -> None:
+        self._source.check_types(self._theirs[ours] for ours in names)
 
     def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:
         for theirs, tensor in self._source.stream({self._theirs[ours]: region for ours, region in regions.items()}):

@@ -6,7 +6,7 @@ Pickle checkpoints are refused: reading one executes code that its author chose.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,20 @@ class SafetensorsSource(WeightSource):
                 self._offsets[entry.name] = entry.begin
         self.tensors = tensors
 
-    def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:
-        by_file: dict[Path, list[str]] = {}
-        for name in regions:
+    def check_types(self, names: Iterable[str]) -> None:
+        for name in names:
             info = self.tensors[name]
             if info.dtype not in _DTYPES:
                 raise WeightError(
                     f"{name} in {info.file} has dtype {info.dtype}; supported: {', '.join(_DTYPES[:3])}. "
                     "Use an unquantized checkpoint of this model."
                 )
-            by_file.setdefault(info.file, []).append(name)
+
+    def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:
+        self.check_types(regions)
+        by_file: dict[Path, list[str]] = {}
+        for name in regions:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
         for file in sorted(by_file):
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in sorted(by_file[file], key=self._offsets.__getitem__):

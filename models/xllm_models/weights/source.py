@@ -7,7 +7,7 @@ tensors are wanted nor where they go (see placement and loader).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,9 @@ class WeightSource(ABC):
 
     path: Path
     tensors: Mapping[str, TensorInfo]
+
+    def check_types(self, names: Iterable[str]) -> None:  # noqa: B027  # most sources read all that they hold
+        """Raise WeightError if one of these tensors is of a type that `stream` cannot read."""
 
     @abstractmethod
     def stream(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, torch.Tensor]]:

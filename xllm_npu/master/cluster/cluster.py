@@ -50,8 +50,11 @@ class Cluster:
         self._nodes: list[Node] = []
         self._slots: list[Slot] = []
 
-    async def plan(self, directory: Path) -> list[EnginePlan]:
-        """One plan a data-parallel rank. Raises ClusterError, LayoutError, AddressError, ProbeError, OSError."""
+    async def plan(self, directory: Path, checkpoint: str = "") -> list[EnginePlan]:
+        """One plan a data-parallel rank; `checkpoint` as in `plan_on_one_machine`.
+
+        Raises ClusterError, LayoutError, AddressError, ProbeError, OSError.
+        """
         await self._old_ones_gone()
         master = await self._gather()
         p, seed = self._settings.parallel, self._settings.execution.random_seed
@@ -60,7 +63,7 @@ class Cluster:
             ports[rank] = master.find_ports(count) if rank == 0 else await self._node(rank).find_ports(count)
         addresses.update((node.rank, node.address) for node in self._nodes)
         orders = order_engines(self._settings, self._slots, addresses, ports, str(directory),
-                               time.time_ns() if seed < 0 else seed)
+                               time.time_ns() if seed < 0 else seed, checkpoint)
         return [EnginePlan(self._launcher(order), order.init) for order in orders]
 
     async def _old_ones_gone(self) -> None:

@@ -41,7 +41,7 @@ def ports_needed(slots: list[Slot], tp_size: int) -> Counter[int]:
 
 
 def order_engines(settings: Settings, slots: list[Slot], addresses: Mapping[int, str], ports: Ports, directory: str,
-                  seed: int) -> list[EngineOrder]:
+                  seed: int, checkpoint: str = "") -> list[EngineOrder]:
     """One order a data-parallel rank. `directory` is the HTTP process's own, for engines on its machine."""
     tp_size, dp_size = settings.parallel.tp_size, settings.parallel.dp_size
 
@@ -64,12 +64,13 @@ def order_engines(settings: Settings, slots: list[Slot], addresses: Mapping[int,
             outputs=f"ipc://{directory}/outputs-{rank}" if node == 0 else take(0),
             rendezvous=rendezvous, own_rendezvous=take(node), agreement=agreement,
             steps=take(node) if far else "", reports=take(node) if far else "",
-            memory_master=master, memory_master_at=master_at, memory_token=token,
+            memory_master=master, memory_master_at=master_at, memory_token=token, checkpoint=checkpoint,
         )
         orders.append(EngineOrder(init, [
             WorkerInit(settings=text, steps=init.steps, reports=init.reports, seed=seed, dp_rank=rank, tp_rank=tp_rank,
                        slot=slot, rendezvous=rendezvous, own_rendezvous=init.own_rendezvous, world=slots,
-                       memory=endpoint(addresses[slot.node], "*"), memory_master=master_at, memory_token=token)
+                       memory=endpoint(addresses[slot.node], "*"), memory_master=master_at, memory_token=token,
+                       checkpoint=checkpoint)
             for tp_rank, slot in enumerate(own) if slot.node != node
         ]))
     return orders
