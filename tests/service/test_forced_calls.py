@@ -65,6 +65,46 @@ async def test_reasoning_that_the_prompt_has_begun_or_ended(client, master):
         assert not accepts(grammar, bad)
 
 
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+BAD = CALL.replace('{"city": "Paris"}', '{"city": 5}')
+BAD_OTHER = OTHER.replace("{}}", '{"zone": 1}}')
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), [
+    ({}, ["Hello", CALL, THOUGHT + CALL, "Well.\n" + CALL + "\nAnd:\n" + OTHER, BAD_OTHER],
+     [BAD, "Well.\n" + BAD, THOUGHT + BAD, CALL + "\n" + BAD]),
+    ({"parallel_tool_calls": False}, [CALL, "Well.\n" + CALL + "\nSo it is."], [CALL + "\n" + OTHER, BAD]),
+    ({"response_format": FORMAT}, [JSON, CALL], [BAD, "Hello"]),
+])  # fmt: skip
+async def test_calls_of_strict_tools_among_text(client, master, fields, good, bad):
+    master.script = says("Well.\n" + CALL)
+    response = await client.post(URL, json={"messages": MESSAGES, "tools": [STRICT, TIME], **fields})
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = master.requests[-1].params.grammar
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+async def test_strict_tools_of_the_other_apis(client, master):
+    await client.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 9, "tools": [
+        {"name": "get_weather", "input_schema": SCHEMA, "strict": True}]})
+    await client.post("/v1/responses", json={"input": "x", "tools": [
+        {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}]})
+    assert len(master.requests) == 2
+    for request in master.requests:
+        assert accepts(request.params.grammar, "Well. " + CALL)
+        assert not accepts(request.params.grammar, "Well. " + BAD)
+
+
+async def test_strict_where_text_does_not_tell_a_call(client, master):
+    """Models that write bare JSON, and searches, which have no grammars."""
+    for fields in ({"use_beam_search": True, "n": 2}, {}):
+        response = await client.post(URL, json={"messages": MESSAGES, "tools": [STRICT], **fields})
+        assert response.status_code == 200
+        assert master.requests[-1].params.grammar is None
+        master.output_format = output_format("json", None, ModelHints())
+
+
 async def test_free_answers_have_no_grammar(client, master):
     await client.post(URL, json={"messages": MESSAGES, "tools": [WEATHER]})
     assert master.requests[-1].params.grammar is None
@@ -88,12 +128,15 @@ async def test_the_other_apis_force_calls_too(client, master):
     assert accepts(master.requests[-1].params.grammar, JSON)
 
 
-BAD = {"type": "function", "function": {"name": "f", "parameters": {
+STRANGE = {"type": "function", "function": {"name": "f", "parameters": {
     "type": "object", "properties": {"a": {"type": "strange"}}, "required": ["a"]}}}
+UNIQUE = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}}}
 
 
 @pytest.mark.parametrize(("url", "body", "param"), [
-    (URL, {"messages": MESSAGES, "tools": [BAD], "tool_choice": "required"}, "tools"),
+    (URL, {"messages": MESSAGES, "tools": [STRANGE], "tool_choice": "required"}, "tools"),
+    (URL, {"messages": MESSAGES, "tools": [UNIQUE]}, "tools"),
     (URL, {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required", "use_beam_search": True},
      "tool_choice"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format"),

@@ -88,3 +88,23 @@ async def test_special_tokens_that_are_no_markers_stay_hidden(tokenizers):
         message = reply.json()["choices"][0]["message"]
         assert message["content"] == "ab"
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Zürich ✓"}
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+async def test_reasoning_within_a_budget(tokenizers, step):
+    """The reply is the same in pieces, and usage counts no more than the budget."""
+    texts = ["<think>Hm, let </think>Hello.", "<think></think>" + CALL, "No thought.", "<think>🎉🎉🎉🎉</think>x"]
+    master = ScriptedMaster(tokenizers["text"], texts, step)
+    master.output_format = FORMAT
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "thinking_token_budget": 13, "n": 4,
+            "max_tokens": 500, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    async with client_of(master) as client:
+        whole = (await client.post("/v1/chat/completions", json={**body, "stream_options": None})).json()
+        streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert [choice["message"]["reasoning"] for choice in whole["choices"]] == ["Hm, let", None, None, "🎉🎉🎉🎉"]
+    for choice in whole["choices"]:
+        choice["logprobs"] = {"content": []}
+    assert folded_choices([chunk for chunk in chunks if chunk["choices"]], 4) == whole_choices(whole)
+    for usage in (whole["usage"], chunks[-1]["usage"]):
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == 7 + 0 + 0 + 13

@@ -68,7 +68,8 @@ async def chat_turn(target: Target, body: ChatBody, id: str) -> ChatTurn:
     if format.name_of_reasoning is not None or tools.callable:
         params = replace(params, shown_special_tokens=tuple(sorted(format.shown_special_tokens)))
     prompt = await encode_messages(target.master, body, tools)
-    params = replace(params, grammar=await turn_grammar(target.master, body, tools, prompt.text))
+    params = replace(params, grammar=await turn_grammar(target.master, body, tools, prompt.text,
+                                                        params.max_tokens))
     token_ids = truncated(prompt.token_ids, body, params.max_tokens, target.info)
     return ChatTurn(body, id, target, int(time.time()), params, tools, prompt.text, token_ids)
 
@@ -117,6 +118,10 @@ class SequenceEvents:
             self.stop_reason = delta.stop_reason
         return shown
 
+    def is_content(self, offset: int) -> bool | None:
+        """Whether the character at `offset` of the choice's text is of its answer; None where that is not known yet."""
+        return self._parser.is_content(offset)
+
     def _shown(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):
             self._reasoning.append(event.text)
@@ -132,7 +137,10 @@ class SequenceEvents:
     async def count_reasoning_tokens(self) -> int:
         """By the text: a token that ends the reasoning and begins the answer counts for neither alone."""
         text = "".join(self._reasoning)
-        return len(await self._turn.target.master.encode(text, False)) if text else 0
+        count = len(await self._turn.target.master.encode(text, False)) if text else 0
+        budget = self._turn.body.thinking_token_budget
+        # A model may write a text in fewer tokens than its tokenizer does, or in half characters.
+        return count if budget is None or budget < 0 else min(count, budget)
 
 
 def new_call_id(format: OutputFormat) -> str:

@@ -35,7 +35,10 @@ def messages_router(context: ApiContext) -> APIRouter:
         body = parse(MessagesBody, await read_json(request))
         target = context.target(body.model)
         with renamed_faults(RENAMED):
-            turn = await chat_turn(target, chat_body(body), "msg_" + request.scope[request_id.SCOPE_KEY])
+            chat = chat_body(body)
+            if not target.master.output_format.bounds_reasoning:
+                chat.thinking_token_budget = None  # clients of this API send one to every model
+            turn = await chat_turn(target, chat, "msg_" + request.scope[request_id.SCOPE_KEY])
             outputs = await submitted(context, request, target, [turn.input()], bool(body.stream))
         if body.stream:
             return EventStream(_frames(turn, outputs), context.admission, error_event)

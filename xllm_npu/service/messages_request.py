@@ -19,7 +19,8 @@ MIN_THINKING_BUDGET = 1024
 CALLER_NOTE = "x-anthropic-billing-header"  # a system block for billing, other at each request: it would spoil caching
 # What the chat form calls these, in errors that it raises.
 RENAMED = {".function.parameters": ".input_schema", ".function.": ".", "response_format.json_schema":
-           "output_config.format", "reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
+           "output_config.format", "thinking_token_budget": "thinking.budget_tokens",
+           "reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 
 
 class CountTokensBody(Body):
@@ -54,6 +55,8 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
         fields["include_reasoning"] = _thinks(body.thinking, getattr(body, "max_tokens", None))
+        if body.thinking["type"] == "enabled":
+            fields["thinking_token_budget"] = body.thinking["budget_tokens"]
         kwargs = {"enable_thinking": fields["include_reasoning"], "thinking": fields["include_reasoning"], **kwargs}
     fields["chat_template_kwargs"] = kwargs
     fields |= _output_config(body.output_config or {})

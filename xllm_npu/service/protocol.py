@@ -136,6 +136,7 @@ class ChatBody(ChatFields, GenerationBody):
     top_logprobs: Int32 | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Int32 | None = None
     return_prompt_text: bool | None = None
 
 
@@ -167,7 +168,7 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], body: dict[str, Any]) -> B:
     """`body` as a `kind`, or InvalidParameter for the first field that is wrong."""
-    refuse_unsupported(body)
+    refuse_unsupported(body, kind.model_fields)
     guided = GUIDED & body.keys()
     for name in guided:
         _warn_of_guided(name)

@@ -40,6 +40,11 @@ class Tools:
     def forced(self) -> bool:
         return self.mode in ("required", "named")
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls must follow the schema of one at least."""
+        return any(tool.strict for tool in self.callable)
+
 
 NO_TOOLS = Tools()
 

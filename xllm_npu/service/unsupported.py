@@ -5,7 +5,7 @@ Each entry says which values ask for nothing and therefore pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from xllm_npu.state.sampling_params import InvalidParameter
@@ -34,7 +34,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "modalities": _text_only,
     "mm_processor_kwargs": _off,
     "media_io_kwargs": _off,
-    "thinking_token_budget": lambda value: value is None,
+    "thinking_token_budget": lambda value: value in (None, -1),  # of completions, which know no reasoning
     "kv_transfer_params": _off,
 }
 
@@ -42,8 +42,9 @@ UNSUPPORTED: Mapping[str, Harmless] = {
 HINTS: Mapping[str, str] = {"functions": "Send tools instead.", "function_call": "Send tool_choice instead."}
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name in UNSUPPORTED.keys() & body.keys():
+def refuse_unsupported(body: Mapping[str, Any], supported: Collection[str]) -> None:
+    """`supported`: fields of this kind of request, whatever others do not take."""
+    for name in UNSUPPORTED.keys() & body.keys() - set(supported):
         if not UNSUPPORTED[name](body[name]):
             raise InvalidParameter(name, " ".join([f"{name} is not supported in this version.", HINTS.get(name, "")])
                                    .rstrip())

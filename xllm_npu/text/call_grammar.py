@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from xllm_npu.text.argument_types import properties_of, resolved, types_of
@@ -50,10 +50,22 @@ class CallGrammar:
 
     # Pieces
 
+    def pieces(self, text: str) -> list[str]:
+        """`text` in marker tokens and what is between them."""
+        return [part for part in (self._split.split(text) if self._split else [text]) if part]
+
+    def is_marker(self, text: str) -> bool:
+        """Whether it is a token of its own, which to llguidance is no text."""
+        return text in self._ids
+
     def literal(self, text: str) -> Expression:
-        parts = [part for part in (self._split.split(text) if self._split else [text]) if part]
         return Expression(" ".join(f"<[{self._ids[part]}]>" if part in self._ids else _quoted(part)
-                                   for part in parts) or '""')
+                                   for part in self.pieces(text)) or '""')
+
+    def any_marker_but(self, markers: Collection[str]) -> Expression | None:
+        """One marker token; None if there are no others."""
+        ids = sorted({i for text, i in self._ids.items() if text not in markers})
+        return Expression(f"<[{','.join(_ranges(ids))}]>") if ids else None
 
     def sequence(self, *parts: str) -> Expression:
         """One after the other; plain strings are text."""
@@ -71,14 +83,38 @@ class CallGrammar:
     def optional(self, expression: Expression) -> Expression:
         return Expression(f"({expression})?")
 
-    def text_up_to(self, after: str, pattern: str = _TEXT) -> Expression:
-        """Any text, and `after`, which is not in it."""
+    def terminal(self, text: str) -> Expression:
+        """Text within a terminal, where tokens cannot be."""
+        return Expression(_quoted(text))
+
+    def terminal_but(self, pattern: str, barred: Sequence[str] = ()) -> Expression:
+        """What matches the terminal `pattern` and none of `barred`."""
+        whole = self.rule(Expression(pattern), terminal=True)
+        if not barred:
+            return whole
+        names = [self.rule(Expression(one), terminal=True) for one in barred]
+        return self.rule(Expression(" & ".join([whole, *(f"~{name}" for name in names)])), terminal=True)
+
+    def text_up_to(self, after: str, pattern: str = _TEXT, most: int | None = None) -> Expression:
+        """Any text, and `after`, which is not in it. `most`: tokens of the text, if there is a limit."""
+        if most is not None:
+            return self._text_within(after, pattern, most)
         before, *rest = self._split.split(after, 1) if self._split else [after]
         if not rest:
             return self.rule(Expression(pattern), f"[suffix={_quoted(after)}]")
         # The token ends the text, and with it what comes before the token.
         text = self.rule(Expression(f"{pattern} {_quoted(before)}" if before else pattern), terminal=True)
         return self.sequence(text, *rest)
+
+    def _text_within(self, after: str, pattern: str, most: int) -> Expression:
+        """When the tokens are used up only `after` can come."""
+        if most == 0:
+            return self.literal(after)
+        cut = self.sequence(self.rule(Expression(pattern), f"[max_tokens={most}]"), after)
+        if self.is_marker(self.pieces(after)[0]):
+            return cut
+        whole = self.rule(Expression(pattern), f"[suffix={_quoted(after)}, max_tokens={most}]")
+        return self.rule(Expression(f"{cut} | {whole}"))  # the first one counts as the one that was cut
 
     def regex(self, pattern: str) -> Expression:
         return self.rule(Expression(f"/{pattern}/"))
@@ -180,6 +216,17 @@ class CallGrammar:
         return self.sequence("{", self.listed([
             (self.sequence(f"{key}:", self._quoted_value(one, root, quote)), key in required)
             for key, one in properties_of(schema).items()], ","), "}")
+
+
+def _ranges(ids: Sequence[int]) -> list[str]:
+    """Ascending ids, those that follow one another as `first-last`."""
+    found: list[list[int]] = []
+    for i in ids:
+        if found and found[-1][1] == i - 1:
+            found[-1][1] = i
+        else:
+            found.append([i, i])
+    return [f"{first}-{last}" if last > first else str(first) for first, last in found]
 
 
 def _quoted(text: str) -> str:

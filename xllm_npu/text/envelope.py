@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from xllm_npu.text.call_grammar import CallGrammar, Expression
+from xllm_npu.text.free_text import Barred
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Steps
 from xllm_npu.text.tagged_output import ToolCallFormat
@@ -22,8 +23,20 @@ class Envelope(ToolCallFormat):
         """
 
     @abstractmethod
-    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
-        """What comes before an answer or a call that follows `prompt`; None if nothing does."""
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool, budget: int | None = None,
+                       ) -> Expression | None:
+        """What comes before an answer or a call that follows `prompt`; None if nothing does.
+
+        `budget`: most tokens of reasoning.
+        """
+
+    @abstractmethod
+    def barred_reasoning(self, grammar: CallGrammar) -> Barred:
+        """What free text may not have, that no reasoning begins in it."""
+
+    def can_be_bounded(self, grammar: CallGrammar) -> bool:
+        """Whether a grammar can say where the reasoning begins and ends."""
+        return all(grammar.is_marker(marker) for marker in self.markers)
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         raise AssertionError("an envelope has no openers")

@@ -7,17 +7,24 @@ markup follows; white space that nothing follows stays, unless there were calls.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+
 from xllm_npu.text.output_events import Content, Event, Reasoning, ToolCall
 
 
 class EventList:
     """`num_tool_calls` is the next call's index."""
 
-    __slots__ = ("_at_line_start", "_events", "_has_reasoning", "_held", "_kind", "_parts", "_skips_newlines",
-                 "_skips_space", "_trims", "num_tool_calls")
+    __slots__ = ("_at_line_start", "_content_ends", "_content_starts", "_events", "_has_reasoning", "_held", "_kind",
+                 "_parts", "_position", "_skips_newlines", "_skips_space", "_trims", "num_tool_calls")
 
-    def __init__(self, trims: bool) -> None:
+    def __init__(self, trims: bool, position: Callable[[], int]) -> None:
+        """`position`: how many characters of the sequence's text have been read."""
         self.num_tool_calls = 0
+        self._position = position
+        self._content_starts: list[int] = []  # of stretches of the text, ascending
+        self._content_ends: list[int] = []
         self._trims = trims
         self._events: list[Event] = []
         self._parts: list[str] = []  # of the event that is being made
@@ -33,7 +40,21 @@ class EventList:
         """Whether the line that content has come to has nothing but white space so far."""
         return self._at_line_start
 
+    def is_content(self, offset: int) -> bool | None:
+        """Whether the character at `offset` of the text belongs to the answer; None where it has not been read."""
+        if offset >= self._position():
+            return None
+        at = bisect_right(self._content_starts, offset) - 1
+        return at >= 0 and offset < self._content_ends[at]
+
     def content(self, text: str) -> None:
+        """The answer's next text, which has just been read."""
+        end = self._position()
+        if self._content_ends and self._content_ends[-1] >= end - len(text):
+            self._content_ends[-1] = end
+        else:
+            self._content_starts.append(end - len(text))
+            self._content_ends.append(end)
         if self._skips_newlines:
             text = text.lstrip("\r\n")
             self._skips_newlines = not text

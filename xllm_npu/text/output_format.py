@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.envelope import Envelope
+from xllm_npu.text.free_text import NOTHING_BARRED, Calls, FreeText
 from xllm_npu.text.model_hints import ModelHints, format_of_calls, format_of_reasoning
 from xllm_npu.text.output_parser import OutputParser, Parse
 from xllm_npu.text.reasoning import registry as reasoning_formats
@@ -60,30 +61,74 @@ class OutputFormat:
         assert not isinstance(tags, Envelope)
         return OutputParser(parse, read_tagged(parse, calls, tags, prompt))
 
-    def reasoning_grammar(self, prompt: str, for_call: bool) -> str | None:
+    @property
+    def bounds_reasoning(self) -> bool:
+        """Whether a grammar can end the model's reasoning."""
+        return self.reasoning is not None and self.reasoning.can_be_bounded(CallGrammar(self.marker_ids))
+
+    @property
+    def triggers_calls(self) -> bool:
+        """Whether a call can be told from the free text before it."""
+        calls = self.calls
+        if calls is None or not calls.trigger:
+            return False
+        return not isinstance(calls, Envelope) or calls.can_be_bounded(CallGrammar(self.marker_ids))
+
+    def reasoning_grammar(self, prompt: str, for_call: bool, budget: int | None = None) -> str | None:
         """Lark for llguidance: what the model may write after `prompt` before its answer begins, or with `for_call`
         its first call; a grammar of the answer goes after it. None if nothing comes before.
+
+        `budget`: most tokens of reasoning.
         """
         grammar = CallGrammar(self.marker_ids)
-        before = self.reasoning.grammar_before(grammar, prompt, for_call) if self.reasoning is not None else None
+        if self.reasoning is None:
+            return None
+        before = self.reasoning.grammar_before(grammar, prompt, for_call, budget)
         if before is None:
             return None
         grammar.start(before)
+        return grammar.text
+
+    def free_grammar(self, prompt: str, budget: int | None, tools: Sequence[ToolSpec], parallel: bool) -> str:
+        """Lark for llguidance: a whole output after `prompt` whose answer is free.
+
+        `budget`: most tokens of reasoning, which comes first. With `tools`, for which `triggers_calls` must hold, every
+        call that begins with the format's marker is one of them (without `parallel` it is the only one), and has
+        arguments as the tool's schema says; those of a tool that is not strict have its parameters' names or are JSON.
+        """
+        grammar = CallGrammar(self.marker_ids)
+        may_not, calls = NOTHING_BARRED, None
+        before = self.reasoning.grammar_before(grammar, prompt, True, budget) if self.reasoning is not None else None
+        if self.reasoning is not None and budget is not None:
+            may_not |= self.reasoning.barred_reasoning(grammar)
+        if tools:
+            assert self.calls is not None
+            held = [tool if tool.strict else tool.loosened(self.calls.json_arguments) for tool in tools]
+            may_not |= self.calls.barred_calls(grammar, prompt)
+            calls = Calls(self.calls.trigger, self._calls_of(grammar, held, parallel, self.calls.trigger),
+                          parallel and self.calls.takes_several)
+        free = FreeText(grammar, may_not, calls).expression()
+        grammar.start(grammar.sequence(before or "", free))
         return grammar.text
 
     def forced_call_grammar(self, tools: Sequence[ToolSpec], parallel: bool) -> str:
         """Lark for llguidance: one call of one of `tools` (with `parallel` one or more), as the model writes it, and
         nothing else. Without a format of its own the model writes bare JSON.
         """
-        calls = self.calls or tool_call_formats.FORMATS["json"]
         grammar = CallGrammar(self.marker_ids)
+        grammar.start(self._calls_of(grammar, tools, parallel))
+        return grammar.text
+
+    def _calls_of(self, grammar: CallGrammar, tools: Sequence[ToolSpec], parallel: bool, begun: str = "",
+                  ) -> Expression:
+        """One call, or with `parallel` one or more. `begun` of it has been written."""
+        calls = self.calls or tool_call_formats.FORMATS["json"]
         call = grammar.one_of([grammar.rule(grammar.sequence(calls.grammar_of_call(grammar, tool))) for tool in tools])
         begin, end = calls.section
         more = ""
         if parallel and calls.takes_several:
-            more = f"({grammar.sequence(calls.separator, call)})*"
-        grammar.start(grammar.sequence(begin, call, Expression(more), end))
-        return grammar.text
+            more = f"({grammar.sequence(calls.separator + calls.opener, call)})*"
+        return grammar.sequence((begin + calls.opener).removeprefix(begun), call, Expression(more), end)
 
 
 def output_format(tool_parser: str | None, reasoning_parser: str | None, model: ModelHints) -> OutputFormat:

@@ -25,7 +25,7 @@ class Parse:
 
     def __init__(self, tools: Sequence[ToolSpec], trims: bool) -> None:
         self.reader = TextReader()
-        self.events = EventList(trims)
+        self.events = EventList(trims, lambda: self.reader.position)
         self.tools = {tool.name: tool for tool in tools}
         self.is_certain = True  # that what is being read is markup, should the text end in it
 
@@ -80,6 +80,10 @@ class OutputParser:
     @property
     def num_tool_calls(self) -> int:
         return self._parse.events.num_tool_calls
+
+    def is_content(self, offset: int) -> bool | None:
+        """Whether the character at `offset` of the text belongs to the answer; None where that is not known yet."""
+        return self._parse.events.is_content(offset)
 
     def push(self, text: str) -> list[Event]:
         """The next piece of the text, of any size. After `finish` there is none."""

@@ -81,15 +81,16 @@ class Ends:
 
 
 class TextReader:
-    """One text. `ended` and `cut_short` are set by `finish`."""
+    """One text. `ended` and `cut_short` are set by `finish`; `position`: characters that have been read."""
 
-    __slots__ = ("_kept", "_text", "cut_short", "ended")
+    __slots__ = ("_kept", "_text", "cut_short", "ended", "position")
 
     def __init__(self) -> None:
         self._text = ""  # not read yet; what may be the beginning of a marker, and what was just pushed
         self._kept: list[str] | None = None
         self.ended = False
         self.cut_short = False
+        self.position = 0
 
     def push(self, text: str) -> None:
         self._text = self._text + text if self._text else text
@@ -112,6 +113,7 @@ class TextReader:
 
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
+        self.position += count
         if self._kept is not None and taken:
             self._kept.append(taken)
         return taken

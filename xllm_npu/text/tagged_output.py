@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from xllm_npu.text.call_grammar import CallGrammar, Expression
+from xllm_npu.text.free_text import Barred, barred, first_marker
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import Steps, markers_of
 from xllm_npu.text.tool_spec import ToolSpec
@@ -25,10 +26,13 @@ class ToolCallFormat(ABC):
     line_openers: tuple[str, ...] = ()  # the same, but only at the beginning of a line
     other_markers: tuple[str, ...] = ()
     trims: bool = False  # see EventList
-    # Forced calls: what is around all of them, and between two.
+    # Calls that a grammar holds to: what is around all of them, before each, and between two.
     section: tuple[str, str] = ("", "")
+    opener: str = ""
     separator: str = ""
     takes_several: bool = True  # in one turn of the model
+    trigger: str = ""  # free text in which this comes up goes on with a call; "" where nothing tells
+    json_arguments: bool = True  # as one object; else the schema says how values are written
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -44,7 +48,11 @@ class ToolCallFormat(ABC):
 
     @abstractmethod
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        """The expression of one call of `tool`, as the model writes it."""
+        """The expression of one call of `tool`, as the model writes it after `opener`."""
+
+    def barred_calls(self, grammar: CallGrammar, prompt: str) -> Barred:
+        """What free text after `prompt` may not have, that no call begins in it but after `trigger`."""
+        return barred(grammar, *(one for one in self.openers if first_marker(grammar, one)[0]))
 
     def read_output(self, parse: Parse, tags: ReasoningTags | None, prompt: str) -> Steps[None]:
         """Read a whole output that follows `prompt`. Raises EndOfText at its end."""
@@ -72,16 +80,28 @@ class ReasoningTags:
         tail = prompt[-_TAIL:].rstrip()
         return next((end for start, end in self.pairs if tail.endswith(start.rstrip())), None)
 
-    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
-        """What comes before an answer or a call: the rest of reasoning that has begun, or perhaps some."""
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool, budget: int | None = None,
+                       ) -> Expression | None:
+        """What comes before an answer or a call: the rest of reasoning that has begun, or perhaps some.
+
+        `budget`: most tokens of it, between the tags.
+        """
         end = self.opened_by(prompt)
         if end is not None:
-            return grammar.sequence(grammar.text_up_to(end), grammar.regex(_BREAKS))
+            return grammar.sequence(grammar.text_up_to(end, most=budget), grammar.regex(_BREAKS))
         tail = prompt[-_TAIL:].rstrip()
-        if any(tail.endswith(end) for _, end in self.pairs):
+        if budget == 0 or any(tail.endswith(end) for _, end in self.pairs):
             return None
         start, end = self.pairs[0]
-        return grammar.optional(grammar.sequence(start, grammar.text_up_to(end), grammar.regex(_BREAKS)))
+        return grammar.optional(grammar.sequence(start, grammar.text_up_to(end, most=budget), grammar.regex(_BREAKS)))
+
+    def barred_reasoning(self, grammar: CallGrammar) -> Barred:
+        """What free text may not have, that no reasoning begins in it."""
+        return barred(grammar, *(start for start, _ in self.pairs))
+
+    def can_be_bounded(self, grammar: CallGrammar) -> bool:
+        """Whether a grammar can say where the reasoning begins and ends."""
+        return True
 
 
 def read_tagged(parse: Parse, calls: ToolCallFormat | None, tags: ReasoningTags | None, prompt: str) -> Steps[None]:

@@ -30,6 +30,7 @@ class DeepSeekV31(CallsInSection):
     name = "deepseek_v31"
     openers = (BEGIN, CALL)
     other_markers = (END, SEPARATOR, CALL_END)
+    trigger = BEGIN
     section = (BEGIN, END)
 
     def _read_call(self, parse: Parse) -> Steps[None]:

@@ -27,6 +27,8 @@ class Gemma4(ToolCallFormat):
     name = "gemma4"
     openers = (START,)
     other_markers = (END, QUOTE)
+    opener = trigger = START
+    json_arguments = False
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         reader = parse.reader
@@ -41,7 +43,7 @@ class Gemma4(ToolCallFormat):
         parse.call(name.strip(), arguments)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        return grammar.sequence(f"{START}call:{tool.name}", grammar.quoted_arguments(tool, QUOTE), END)
+        return grammar.sequence(f"call:{tool.name}", grammar.quoted_arguments(tool, QUOTE), END)
 
 
 def _read_object(reader: TextReader, depth: int) -> Steps[str]:

@@ -34,6 +34,8 @@ class Glm47(ToolCallFormat):
     openers = (START,)
     other_markers = (END, KEY, KEY_END, VALUE, VALUE_END)
     trims = True
+    opener = trigger = START
+    json_arguments = False
     line_break = ""
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
@@ -57,7 +59,7 @@ class Glm47(ToolCallFormat):
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         n = self.line_break
         return grammar.sequence(
-            f"{START}{tool.name}{n}",
+            f"{tool.name}{n}",
             grammar.bare_arguments(tool, lambda key, _: (f"{KEY}{key}{KEY_END}{n}{VALUE}", f"{VALUE_END}{n}")),
             END)
 

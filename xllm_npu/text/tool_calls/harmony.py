@@ -17,6 +17,7 @@ import re
 
 from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.envelope import Envelope
+from xllm_npu.text.free_text import Barred
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import END as END_OF_TEXT
 from xllm_npu.text.output_reader import EndOfText, Ends, Markers, Steps
@@ -40,6 +41,7 @@ _TAIL = 1024
 class Harmony(Envelope):
     name = "gpt_oss"
     other_markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END)
+    opener = trigger = f"{CHANNEL}commentary to=functions."
     takes_several = False  # <|call|> ends the turn
 
     def read_all(self, parse: Parse, with_reasoning: bool, prompt: str) -> Steps[None]:
@@ -58,12 +60,26 @@ class Harmony(Envelope):
             yield from reader.space()
             yield from reader.accept(START)
 
-    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool, budget: int | None = None,
+                       ) -> Expression | None:
         """An analysis message, or none; an answer needs the header of its own."""
-        if MESSAGE in prompt[-_TAIL:].rpartition(START)[2]:
+        if _in_body(prompt) or (budget == 0 and for_call):
             return None
-        analysis = grammar.sequence(f"{CHANNEL}analysis{MESSAGE}", grammar.text_up_to(f"{END}{START}assistant"))
-        return grammar.sequence(grammar.optional(analysis), "" if for_call else f"{CHANNEL}final{MESSAGE}")
+        final = "" if for_call else f"{CHANNEL}final{MESSAGE}"
+        if budget == 0:
+            return grammar.literal(final)
+        analysis = grammar.sequence(f"{CHANNEL}analysis{MESSAGE}",
+                                    grammar.text_up_to(f"{END}{START}assistant", most=budget))
+        return grammar.sequence(grammar.optional(analysis), final)
+
+    def barred_reasoning(self, grammar: CallGrammar) -> Barred:
+        return Barred(after={CHANNEL: (f"/\\s*/ {grammar.terminal('analysis')}",)})
+
+    def barred_calls(self, grammar: CallGrammar, prompt: str) -> Barred:
+        """Recipients, which stand before the channel or after it."""
+        recipient = f"/(?s:.*)/ {grammar.terminal('to=')}"
+        first = () if _in_body(prompt) else (recipient,)
+        return Barred(first=first, after=dict.fromkeys((START, CHANNEL), (recipient,)))
 
     def _read_header(self, parse: Parse, begun: str) -> Steps[str | None]:
         """The header that a body follows; of another one the text is content."""
@@ -112,8 +128,13 @@ class Harmony(Envelope):
         parse.call(name, arguments)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        return grammar.sequence(f"{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}",
+        return grammar.sequence(f"{tool.name} {CONSTRAIN}json{MESSAGE}",
                                 grammar.arguments(tool))
+
+
+def _in_body(prompt: str) -> bool:
+    """Whether the prompt has begun the text of a message."""
+    return MESSAGE in prompt[-_TAIL:].rpartition(START)[2]
 
 
 def _words(header: list[str]) -> str:

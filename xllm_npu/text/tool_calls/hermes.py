@@ -27,6 +27,7 @@ class Hermes(ToolCallFormat):
     line_openers = bare_json.OPENERS
     other_markers = (END,)
     trims = True
+    opener = trigger = START
     separator = "\n"
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
@@ -53,13 +54,14 @@ class Hermes(ToolCallFormat):
             parse.call(*call)
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        return grammar.sequence(START + "\n", grammar.call_object(tool), "\n" + END)
+        return grammar.sequence("\n", grammar.call_object(tool), "\n" + END)
 
 
 class Json(Hermes):
     """For models that nothing is known of: the same is read, and bare objects are what forced calls are."""
 
     name = "json"
+    opener = trigger = ""
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.call_object(tool)

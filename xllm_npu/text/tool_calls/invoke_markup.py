@@ -38,6 +38,7 @@ class InvokeMarkup(ToolCallFormat):
 
     trims = True
     separator = "\n"
+    json_arguments = False
 
     def __init__(self, name: str, section_tag: str, prefix: str, outer_prefix: str, has_types: bool) -> None:
         self.name = name
@@ -47,6 +48,7 @@ class InvokeMarkup(ToolCallFormat):
         self._parameter, self._parameter_end = f'<{prefix}parameter name="', f"</{prefix}parameter>"
         self._has_types = has_types
         self.openers = (begin,)
+        self.trigger = begin
         self.other_markers = (end, DSML) if prefix else (end,)
         self.section = (f"{begin}\n", f"\n{end}")
         self._in_section = Markers((self._invoke, end))

@@ -23,6 +23,7 @@ class KimiK2(CallsInSection):
     name = "kimi_k2"
     openers = (BEGIN, CALL)
     other_markers = (END, ARGUMENTS, CALL_END)
+    trigger = BEGIN
     section = (BEGIN, END)
 
     def _read_call(self, parse: Parse) -> Steps[None]:

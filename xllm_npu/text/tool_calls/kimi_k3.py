@@ -13,6 +13,7 @@ from __future__ import annotations
 from xllm_npu.text.argument_types import json_or_string, object_text, properties_of, typed
 from xllm_npu.text.call_grammar import CallGrammar, Expression
 from xllm_npu.text.envelope import Envelope
+from xllm_npu.text.free_text import Barred, barred
 from xllm_npu.text.json_scanner import dumped
 from xllm_npu.text.output_parser import Parse
 from xllm_npu.text.output_reader import END as END_OF_TEXT
@@ -39,7 +40,9 @@ _QUOTE, _SEPARATOR = Markers(('"',)), Markers((SEPARATOR,))
 class KimiK3(Envelope):
     name = "kimi_k3"
     other_markers = (OPEN, CLOSE, SEPARATOR)
+    trigger = TOOLS
     section = (TOOLS, TOOLS_END)
+    json_arguments = False
 
     def read_all(self, parse: Parse, with_reasoning: bool, prompt: str) -> Steps[None]:
         events, reader = parse.events, parse.reader
@@ -62,11 +65,15 @@ class KimiK3(Envelope):
                     events.content(TOOLS)
                 element = yield from reader.until(_BETWEEN, events.content)
 
-    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool) -> Expression | None:
+    def grammar_before(self, grammar: CallGrammar, prompt: str, for_call: bool, budget: int | None = None,
+                       ) -> Expression | None:
         """A model that thinks in its prompt's element closes it; then comes an answer's, if it is to be one."""
         if not prompt.rstrip().endswith(THINK):
             return None
-        return grammar.text_up_to(THINK_END + ("" if for_call else RESPONSE))
+        return grammar.text_up_to(THINK_END + ("" if for_call else RESPONSE), most=budget)
+
+    def barred_reasoning(self, grammar: CallGrammar) -> Barred:
+        return barred(grammar, THINK)
 
     def _read_call(self, parse: Parse) -> Steps[None]:
         reader = parse.reader

@@ -22,6 +22,7 @@ class Llama3Json(ToolCallFormat):
     name = "llama3_json"
     openers = (TAG,)
     line_openers = bare_json.OPENERS
+    trigger = TAG
     separator = "; "
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:

@@ -22,6 +22,7 @@ class MiniMaxM1(ToolCallFormat):
     openers = (START,)
     other_markers = (END,)
     trims = True
+    trigger = START
     section = (START + "\n", "\n" + END)
     separator = "\n"
 

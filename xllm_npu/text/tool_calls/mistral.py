@@ -24,6 +24,7 @@ class Mistral(ToolCallFormat):
     name = "mistral"
     openers = (START,)
     other_markers: tuple[str, ...] = (ID, ARGUMENTS)
+    opener = trigger = START
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         reader = parse.reader
@@ -55,13 +56,14 @@ class Mistral(ToolCallFormat):
                 return
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
-        return grammar.sequence(START + tool.name + ARGUMENTS, grammar.arguments(tool))
+        return grammar.sequence(tool.name + ARGUMENTS, grammar.arguments(tool))
 
 
 class MistralList(Mistral):
     """The older form; both are read alike, but forced calls must have the one that the model knows."""
 
     name = "mistral_v3"
+    opener = ""
     section = (START + " [", "]")
     separator = ", "
 

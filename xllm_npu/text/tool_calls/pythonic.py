@@ -31,6 +31,7 @@ class Pythonic(ToolCallFormat):
     other_markers = (END,)
     section = ("[", "]")
     separator = ", "
+    json_arguments = False
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         reader = parse.reader

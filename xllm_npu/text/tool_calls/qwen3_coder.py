@@ -38,7 +38,9 @@ class Qwen3Coder(ToolCallFormat):
     openers = (START, FUNCTION)
     other_markers = (END,)
     trims = True
+    opener = trigger = START
     separator = "\n"
+    json_arguments = False
 
     def read(self, parse: Parse, opener: str) -> Steps[None]:
         reader = parse.reader
@@ -64,6 +66,6 @@ class Qwen3Coder(ToolCallFormat):
 
     def grammar_of_call(self, grammar: CallGrammar, tool: ToolSpec) -> str:
         return grammar.sequence(
-            f"{START}\n{FUNCTION}{tool.name}>\n",
+            f"\n{FUNCTION}{tool.name}>\n",
             grammar.bare_arguments(tool, lambda key, _: (f"{PARAMETER}{key}>\n", f"\n{PARAMETER_END}\n")),
             f"{FUNCTION_END}\n{END}")
