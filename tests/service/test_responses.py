@@ -150,8 +150,8 @@ async def test_items_become_messages(client, master):
     ({"tool_choice": "required"}, "tool_choice"), ({"temperature": 9}, "temperature"),
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"background": True}, "background"),
     ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"conversation": "c"}, "conversation"),
-    ({"prompt": {"id": "p"}}, "prompt"), ({"top_logprobs": 3}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"), ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+    ({"prompt": {"id": "p"}}, "prompt"), ({"top_logprobs": 21}, "top_logprobs"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort"),
     ({"text": {"format": "json"}}, "text.format"), ({"truncation": "x"}, "truncation"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"), ({"metadata": {"a": 5}}, "metadata.a")])
 async def test_400_names_the_field(client, master, fields, param):
@@ -217,6 +217,37 @@ def test_the_store_is_bounded_and_drops_what_was_used_least_recently():
     assert len(store) == 0
 
 
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+async def test_log_probabilities_are_those_of_the_answer(client, master):
+    """Neither reasoning nor calls have any; a text on each side of a call has its own."""
+    master.output_format = output_format("qwen3_coder", "qwen3", ModelHints())
+    call = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    said = f"<think>\nHm.\n</think>\n\nLet me see. {call} So it is."
+    for pieces in ((said,), tuple(said)):
+        master.script = says(*pieces)
+        reply = (await client.post(URL, json=body(tools=[WEATHER], include=LOGPROBS, top_logprobs=2))).json()
+        assert master.requests[-1].params.logprobs == 2
+        assert reply["top_logprobs"] == 2
+        assert [item["type"] for item in reply["output"]] == ["reasoning", "message", "function_call", "message"]
+        for item in (reply["output"][1], reply["output"][3]):
+            [part] = item["content"]
+            assert part["text"].strip() in ("Let me see.", "So it is.")
+            assert "".join(one["token"] for one in part["logprobs"]).strip() == part["text"].strip()
+            first = part["logprobs"][-1]
+            assert first == {"token": ".", "logprob": -0.5, "bytes": [46], "top_logprobs": [
+                {"token": ".", "logprob": -0.5, "bytes": [46]}, {"token": "/", "logprob": -1.5, "bytes": [47]}]}
+        assert "logprobs" not in reply["output"][0]["content"][0]
+
+
+async def test_log_probabilities_unless_asked_for(client, master):
+    for fields in ({}, {"top_logprobs": 5}, {"include": ["reasoning.encrypted_content"]}):
+        reply = (await client.post(URL, json=body(**fields))).json()
+        assert master.requests[-1].params.logprobs is None
+        assert reply["output"][0]["content"][0]["logprobs"] == []
+
+
 class City(pydantic.BaseModel):
     city: str
 
@@ -241,6 +272,18 @@ async def test_the_openai_client(master):
         assert (await client.responses.retrieve(third.id)).output_text == "It is sunny."
         assert (await client.responses.input_items.list(third.id)).data[0].content[0].text == "And?"
         await client.responses.delete(third.id)
+        master.script = says("It ", "is so.")
+        asked = {"model": "tiny", "input": "x", "include": LOGPROBS, "top_logprobs": 2}
+        [part] = (await client.responses.create(**asked)).output[0].content
+        assert [one.token for one in part.logprobs] == list("It is so.")
+        assert part.logprobs[0].top_logprobs[1].logprob == -1.5
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        [done] = [event for event in events if event.type == "response.output_text.done"]
+        assert [one.token for one in deltas] == [one.token for one in done.logprobs] == list("It is so.")
+        assert final.output[0].content[0].logprobs == part.logprobs
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(third.id)
 

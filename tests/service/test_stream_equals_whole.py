@@ -42,9 +42,11 @@ def master_that_says(answers: list, prompt_end: str) -> FakeMaster:
                 last = i == max(0, len(spans) - 1)
                 ids = [ord(c) % 256 for c in text[start:stop]]
                 reason = ("stop" if end == "###" else end) if last else None
-                pieces.append((i, SequenceDelta(
-                    index, text[start:stop], ids, [position(t) for t in ids] if request.params.logprobs is not None
-                    else None, reason, "###" if last and end == "###" else None)))
+                logprobs = None
+                if request.params.logprobs is not None:
+                    logprobs = [position(t, start + k) for k, t in enumerate(ids)]
+                pieces.append((i, SequenceDelta(index, text[start:stop], ids, logprobs, reason,
+                                                "###" if last and end == "###" else None)))
         pieces.sort(key=lambda piece: piece[0])  # the sequences take turns
         for i, (_, delta) in enumerate(pieces):
             yield output(request, delta, generated=sum(len(t) for t, _, _ in answers), finished=i == len(pieces) - 1)
@@ -132,8 +134,8 @@ async def test_chat(answers, tools, parallel, prompt_end):
 
 
 @settings(max_examples=20, deadline=None)
-@given(answer=sequences(), prompt_end=st.sampled_from(("", "<think>\n")))
-async def test_messages_and_responses(answer, prompt_end):
+@given(answer=sequences(), prompt_end=st.sampled_from(("", "<think>\n")), logprobs=st.booleans())
+async def test_messages_and_responses(answer, prompt_end, logprobs):
     master = master_that_says([answer], prompt_end)
     tools = [tool["function"] for tool in TOOLS]
     async with client_of(master) as client:
@@ -142,15 +144,25 @@ async def test_messages_and_responses(answer, prompt_end):
         assert nameless(folded_blocks(events)) == nameless(whole["content"])
         assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         whole, events = await both(client, "/v1/responses", {
-            "input": "x", "tools": [{"type": "function", **tool} for tool in tools]})
+            "input": "x", "tools": [{"type": "function", **tool} for tool in tools],
+            "include": ["message.output_text.logprobs"] if logprobs else []})
     last = events[-1]["response"]
     assert last["status"] == whole["status"]
     assert nameless(last["output"]) == nameless(whole["output"])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["output"]
     text: dict[int, str] = {}
+    probabilities: dict[int, list] = {}
     for event in events:
         if event["type"].endswith(".delta"):
             text[event["output_index"]] = text.get(event["output_index"], "") + event["delta"]
+            probabilities.setdefault(event["output_index"], []).extend(event.get("logprobs", ()))
     assert list(text.values()) == [item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
                                    for item in last["output"]]
+    for index, item in enumerate(last["output"]):
+        if item["type"] == "message":
+            [part] = item["content"]
+            assert probabilities[index] == part["logprobs"]
+            if logprobs:  # of the tokens that the text is made of, which here are its characters; blanks may be dropped
+                tokens = "".join(one["token"] for one in part["logprobs"])
+                assert tokens.strip() == "".join(chr(ord(c) % 256) for c in part["text"]).strip()

@@ -16,6 +16,7 @@ from xllm_npu.service.chat_turn import ChatTurn, SequenceEvents, chat_turn
 from xllm_npu.service.context import ApiContext, Target
 from xllm_npu.service.errors import ApiError, quote, renamed_faults
 from xllm_npu.service.generation import Outputs, UsageCount, collect, submitted
+from xllm_npu.service.logprobs import chat_logprobs
 from xllm_npu.service.protocol import parse
 from xllm_npu.service.response_store import ResponseStore, StoredResponse
 from xllm_npu.service.responses_events import EventFrames, ResponseOutput, StreamEvent, new_id, output_messages
@@ -28,6 +29,7 @@ from xllm_npu.service.responses_request import (
     refuse_unavailable,
 )
 from xllm_npu.service.sse import EventStream
+from xllm_npu.service.token_events import TokenEvents
 from xllm_npu.state.output import RequestOutput
 from xllm_npu.state.sampling_params import InvalidParameter
 
@@ -44,6 +46,7 @@ class ResponseCall:
     earlier: list[dict[str, Any]]  # messages of the responses before it
     stored: bool
     sequence: SequenceEvents
+    tokens: TokenEvents | None  # where log probabilities are asked for
     output: ResponseOutput = field(default_factory=ResponseOutput)
     count: UsageCount = field(default_factory=lambda: UsageCount(1))
 
@@ -51,8 +54,12 @@ class ResponseCall:
         self.count.update(index, output)
         events: list[StreamEvent] = []
         for delta in output.deltas:
-            for event in self.sequence.push(delta):
-                events += self.output.push(event)
+            if self.tokens is None:
+                for event in self.sequence.push(delta):
+                    events += self.output.push(event)
+            else:
+                for event, logprobs in self.tokens.push(delta):
+                    events += self.output.push(event, chat_logprobs(logprobs).content)
         return events
 
     @property
@@ -76,7 +83,8 @@ class ResponseCall:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})}, "store": self.stored,
             "temperature": params.temperature, "text": {"format": {"type": "text"}, **(body.text or {})},
-            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "top_p": params.top_p,
+            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0, "top_p": params.top_p,
             "truncation": body.truncation or "disabled", "usage": usage}
 
     async def ended(self) -> dict[str, Any]:
@@ -150,7 +158,9 @@ async def _read_call(target: Target, body: ResponsesBody, store: ResponseStore) 
     earlier = _earlier(body.previous_response_id, store)
     id = new_id("resp")
     turn = await chat_turn(target, chat_body(body, earlier), id)
-    return ResponseCall(id, body, turn, earlier, store.enabled and body.store is not False, turn.sequence())
+    sequence = turn.sequence()
+    return ResponseCall(id, body, turn, earlier, store.enabled and body.store is not False, sequence,
+                        TokenEvents(sequence) if turn.params.logprobs is not None else None)
 
 
 def _earlier(id: str | None, store: ResponseStore) -> list[dict[str, Any]]:

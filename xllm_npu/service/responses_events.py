@@ -8,10 +8,12 @@ no HTTP and no request.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from xllm_npu.service.replies import ChatLogprob
 from xllm_npu.text.output_events import Content, Event, ToolCall
 
 StreamEvent = dict[str, Any]
@@ -45,27 +47,30 @@ class ResponseOutput:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._parts: list[str] | None = None  # text of the last item, while it is open
+        self._logprobs: list[ChatLogprob] = []  # of that text's tokens
 
-    def push(self, event: Event) -> list[StreamEvent]:
+    def push(self, event: Event, logprobs: Sequence[ChatLogprob] = ()) -> list[StreamEvent]:
+        """`logprobs`: of the answer's tokens in this event."""
         if isinstance(event, ToolCall):
             return self.close() + self._call(event)
         kind = "message" if isinstance(event, Content) else "reasoning"
         events = [] if self._is_open(kind) else self.close() + self._begin(kind)
         assert self._parts is not None
         self._parts.append(event.text)
-        return [*events, self._of_part(f"{_TEXT[kind][1]}.delta", delta=event.text, **_no_logprobs(kind))]
+        self._logprobs += logprobs
+        return [*events, self._of_part(f"{_TEXT[kind][1]}.delta", delta=event.text, **_logprobs_of(kind, logprobs))]
 
     def close(self, status: str = "completed") -> list[StreamEvent]:
         """The end of the open item, if there is one."""
         if self._parts is None:
             return []
-        item, text = self.items[-1], "".join(self._parts)
-        self._parts = None
+        item, text, logprobs = self.items[-1], "".join(self._parts), self._logprobs
+        self._parts, self._logprobs = None, []
         kind = item["type"]
-        part = _part(kind, text)
+        part = _part(kind, text, logprobs)
         item["content"] = [part]
         item["status"] = status
-        return [self._of_part(f"{_TEXT[kind][1]}.done", text=text, **_no_logprobs(kind)),
+        return [self._of_part(f"{_TEXT[kind][1]}.done", text=text, **_logprobs_of(kind, logprobs)),
                 self._of_part("response.content_part.done", part=part),
                 self._of_item("response.output_item.done")]
 
@@ -103,15 +108,15 @@ class ResponseOutput:
                 "content_index": 0, **fields}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[ChatLogprob] = ()) -> dict[str, Any]:
     part: dict[str, Any] = {"type": _TEXT[kind][0], "text": text}
     if kind == "message":
-        part |= {"annotations": [], "logprobs": []}
-    return part
+        part["annotations"] = []
+    return part | _logprobs_of(kind, logprobs)
 
 
-def _no_logprobs(kind: str) -> dict[str, Any]:
-    return {"logprobs": []} if kind == "message" else {}
+def _logprobs_of(kind: str, logprobs: Sequence[ChatLogprob]) -> dict[str, Any]:
+    return {"logprobs": logprobs} if kind == "message" else {}
 
 
 def output_messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

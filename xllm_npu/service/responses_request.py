@@ -15,10 +15,11 @@ from xllm_npu.service.chat_messages import call_arguments
 from xllm_npu.service.errors import quote
 from xllm_npu.service.protocol import Body, ChatBody, Int32, Int64, Strings, validated
 from xllm_npu.service.structured import ResponseFormatBody
-from xllm_npu.state.sampling_params import InvalidParameter
+from xllm_npu.state.sampling_params import MAX_LOGPROBS, InvalidParameter
 
 MAX_ITEMS = 4096
 MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 Message = dict[str, Any]
 
 # What the chat form calls these, in errors that it raises.
@@ -68,10 +69,7 @@ def refuse_unavailable(body: ResponsesBody, extra: dict[str, Any]) -> None:
     """What this server knows and cannot do. `extra`: the whole request, with fields that `ResponsesBody` lacks."""
     hints = {"background": (body.background, "Send the request without it, or stream it."),
              "prompt": (extra.get("prompt"), "Send the prompt's text as instructions and input."),
-             "conversation": (extra.get("conversation"), "Send the conversation as input."),
-             "top_logprobs": (body.top_logprobs, "/v1/chat/completions has log probabilities."),
-             "include": ("message.output_text.logprobs" in (body.include or ()),
-                         "message.output_text.logprobs: /v1/chat/completions has log probabilities.")}
+             "conversation": (extra.get("conversation"), "Send the conversation as input.")}
     for name, (given, hint) in hints.items():
         if given:
             raise InvalidParameter(name, f"{name} is not supported in this version. {hint}")
@@ -84,6 +82,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
         messages.insert(0, {"role": "system", "content": body.instructions})
     fields: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
     fields["max_completion_tokens"] = body.max_output_tokens
+    fields |= _logprobs(body)
     fields["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools or ())]
     fields["tool_choice"] = _tool_choice(body.tool_choice)
     effort = (body.reasoning or {}).get("effort")
@@ -92,6 +91,15 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
     fields["reasoning_effort"] = effort
     fields["response_format"] = _format((body.text or {}).get("format"))
     return ChatBody.model_construct(model=body.model, messages=messages, **fields)
+
+
+def _logprobs(body: ResponsesBody) -> dict[str, Any]:
+    """They are asked for by `include`; without that `top_logprobs` has no effect."""
+    top = body.top_logprobs or 0
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidParameter("top_logprobs", f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.")
+    wanted = LOGPROBS in (body.include or ())
+    return {"logprobs": wanted, "top_logprobs": top if wanted else None}
 
 
 def input_items(given: Any) -> list[Any]:
