@@ -26,7 +26,7 @@ async def test_a_death_in_the_middle(monkeypatch, replaced):
         await loaded.wait()
         return object(), object(), object()
 
-    monkeypatch.setattr(master, "_in_pool", load)
+    monkeypatch.setattr(master.text, "run", load)
     monkeypatch.setattr(EngineGroup, "alive", property(lambda group: replaced))
     becoming = asyncio.create_task(master._become_ready([READY]))
     await loading.wait()

@@ -278,6 +278,10 @@ class FakeMaster:
             self.aborted.append(request.external_id)
             self.aborted_one.set()
 
+    @property
+    def text(self) -> "FakeMaster":
+        return self
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([1] if add_special_tokens else []) + list(text.encode())
 

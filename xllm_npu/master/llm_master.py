@@ -1,7 +1,6 @@
-"""The composition root of the HTTP process: tokenizer, request factory, output dispatcher, engines.
+"""The composition root of the HTTP process: a model's text, request factory, output dispatcher, engines.
 
-`service/` talks to this and to nothing below it. Runs on one asyncio event loop; whatever may block (templates,
-tokenizing, loading the tokenizer) runs on a small thread pool.
+`service/` talks to this and to nothing below it. Runs on one asyncio event loop.
 """
 
 from __future__ import annotations
@@ -13,22 +12,17 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from xllm_npu.config.settings import Settings, served_model_names, spans_machines
 from xllm_npu.master.adapters import AdapterError, Adapters
 from xllm_npu.master.beam_searches import BeamSearches
+from xllm_npu.master.engine_figures import EngineFigures
 from xllm_npu.master.engine_group import EngineEvents, EngineGroup, EnginesGone, as_one, new_directory
 from xllm_npu.master.engine_plan import plan_on_one_machine
-from xllm_npu.master.memory_report import MemoryReport
 from xllm_npu.master.model_residency import ModelResidency, ResidencyEvents, ResidencyState, ServedWeights
-from xllm_npu.master.model_text import check_parsers, import_text, load_text
-from xllm_npu.master.queue_gauge import QueueGauge
+from xllm_npu.master.model_text import ModelText, check_parsers
 from xllm_npu.master.request_stream import RequestStream
 from xllm_npu.master.request_timing import RequestTiming
 from xllm_npu.master.residency_error import ResidencyError, check_can_update
@@ -36,9 +30,6 @@ from xllm_npu.master.restart_policy import RestartPolicy
 from xllm_npu.metrics import Metrics
 from xllm_npu.state.messages import AWAKE, AddRequest, EngineCommand, EngineProgress, EngineReady, StepOutputs
 from xllm_npu.state.output import RequestOutput
-from xllm_npu.text.chat_prompt import ChatPrompt, encode_chat
-from xllm_npu.text.pooling_prompt import encode_inputs, encode_pairs
-from xllm_npu.text.template_process import TemplateProcesses
 from xllm_npu.tracing import request_tracer
 
 if TYPE_CHECKING:
@@ -46,14 +37,12 @@ if TYPE_CHECKING:
     from xllm_npu.master.cluster.cluster import Cluster
     from xllm_npu.master.output_dispatcher import OutputDispatcher
     from xllm_npu.master.request_factory import GenerationInput, PoolingInput, RequestFactory
-    from xllm_npu.text.chat_template import ChatTemplate
     from xllm_npu.text.grammar_compiler import GrammarCompiler
     from xllm_npu.text.output_format import OutputFormat
     from xllm_npu.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-TEXT_THREADS = 4
 API_PREFIX = re.compile(r"\A[a-z]+[-_]")
 
 
@@ -80,9 +69,7 @@ class LLMMaster:
     it was: a model that slept sleeps, one that was paused is paused. `sleep` makes it SLEEPING and `wake` READY.
     """
 
-    tokenizer: Tokenizer
-    output_format: OutputFormat  # how the model writes calls and reasoning
-    grammars: GrammarCompiler  # once READY, as the tokenizer
+    grammars: GrammarCompiler  # once READY, as all of `text`
 
     def __init__(self, settings: Settings) -> None:
         check_parsers(settings)
@@ -95,35 +82,31 @@ class LLMMaster:
         self.on_progress: Callable[[EngineProgress], None] = lambda _: None
         self.ledgers: Path | None = None  # directory of what all models of a server share
         self.parent: LLMMaster | None = None  # whose weights this one shares, whenever it starts and that one is awake
+        self.text = ModelText()
         self._engines = self._new_engines()
         service = settings.service
         self._restarts = RestartPolicy(service.max_restarts if service.restart_on_failure else 0)
         self._restarting: asyncio.Task[None] | None = None
         self._cluster: Cluster | None = None
         self._placing: asyncio.Task[None] | None = None
-        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._timings: dict[int, RequestTiming] = {}
         self._adapter_uses: dict[int, int] = {}  # adapters by open request
-        self._template: ChatTemplate
-        self._client_templates = TemplateProcesses()
         self._factory: RequestFactory
         self._dispatcher: OutputDispatcher | None = None
         self._grammars: GrammarCompiler | None = None
         self._readying: asyncio.Task[None] | None = None
-        self._stalled: set[int] = set()  # engines
-        self._queue = QueueGauge()
         self._tracer = request_tracer(settings.service.otlp_traces_endpoint)
         self._searches = BeamSearches(self._search_to_text)
-        self._memory = MemoryReport()
         self._residency = ModelResidency(
             lambda: self._engines, settings.kv_cache.enable_vmm_weights, self._searches,
             ResidencyEvents(self._on_residency, self.metrics.on_transition), ServedWeights(settings.model.model))
         self._restoring: asyncio.Task[None] | None = None
         self.adapters = Adapters(settings.lora, lambda message: self._engines.command(message))
+        self.figures = EngineFigures(self.metrics, self.adapters)
 
     async def start(self) -> None:
         """Start the engine processes; `status` tells when all are READY. Other machines are waited for meanwhile."""
-        self._pool.submit(import_text)  # while the engine loads
+        self.text.begin_import()
         if not spans_machines(self.settings):
             await self._launch()
             return
@@ -165,6 +148,14 @@ class LLMMaster:
 
     # What service/ calls
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def output_format(self) -> OutputFormat:
+        return self.text.output_format
+
     def generate(self, request: GenerationInput, stream: bool = True) -> AsyncIterator[RequestOutput]:
         """Check and submit at once (raises InvalidParameter, EngineDeadError, ModelSleeping), then iterate outputs.
 
@@ -188,7 +179,7 @@ class LLMMaster:
         self._dispatcher.open(message, self._sink(message, outputs), stream)
         engine = self._engines.send(message)
         self._timings[message.request_id].engine = engine
-        self._queue.on_sent(engine)
+        self.figures.on_sent(engine)
         return outputs
 
     def _check_serving(self) -> None:
@@ -219,51 +210,6 @@ class LLMMaster:
         lora_id = self._adapter_uses.pop(request_id, 0)
         if lora_id:
             self.adapters.give(lora_id)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize off the event loop. Raises InvalidParameter('prompt', ...) if it cannot be encoded."""
-        return await self._in_pool(self.tokenizer.encode, text, add_special_tokens)
-
-    async def encode_inputs(self, texts: Sequence[str | list[int]], limit: int, add_special_tokens: bool = True,
-                            side: str = "right") -> list[list[int]]:
-        """Several at once; `limit`: tokens to keep of each, special ones included; 0: all. Raises InvalidParameter."""
-        inputs: list[list[int]] = await self._in_pool(encode_inputs, self.tokenizer, texts, limit, add_special_tokens,
-                                                      side)
-        return inputs
-
-    async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], limit: int, instruction: str = ""
-    ) -> list[list[int]]:
-        """(query, document) as the model takes both together; `limit` as above. Raises InvalidParameter."""
-        assert self.info is not None
-        pooling = self.info.pooling
-        assert pooling is not None
-        prompts: list[list[int]] = await self._in_pool(
-            encode_pairs, self.tokenizer, pairs, limit, pooling.pairs, self.info.vocab_size, pooling.num_types,
-            instruction)
-        return prompts
-
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], add_special_tokens: bool = False, **template_kwargs: Any
-    ) -> ChatPrompt:
-        """Apply the model's chat template and tokenize, off the event loop. Raises InvalidParameter.
-
-        `template_kwargs` are those of `ChatTemplate.render`; a `template` among them is the client's.
-        """
-        template = template_kwargs.pop("template", None)
-        if template is not None:
-            text = await self._client_templates.render(
-                template, self.tokenizer.special_tokens, messages, **template_kwargs)
-            return ChatPrompt(text, await self.encode(text, add_special_tokens))
-        work = partial(encode_chat, self._template, self.tokenizer, messages, add_special_tokens, **template_kwargs)
-        prompt: ChatPrompt = await self._in_pool(work)
-        return prompt
-
-    async def decode(self, token_ids: list[int]) -> str:
-        return await self._in_pool(self.tokenizer.decode, token_ids, False)
-
-    async def _in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def check_health(self) -> bool:
         return self.status in (EngineStatus.READY, EngineStatus.SLEEPING) and self._engines.alive
@@ -337,12 +283,12 @@ class LLMMaster:
     @property
     def stalled(self) -> bool:
         """Requests are open that cannot go on, because others have the memory that they need."""
-        return bool(self._stalled)
+        return self.figures.stalled
 
     @property
     def num_waiting(self) -> int:
         """Requests that no step has taken up yet."""
-        return self._queue.waiting
+        return self.figures.num_waiting
 
     @property
     def lacked_memory(self) -> bool:
@@ -351,7 +297,7 @@ class LLMMaster:
 
     def virtual_memory_info(self) -> dict[str, Any]:
         """See `MemoryReport.info`; without virtual memory there are no owners."""
-        return self._memory.info(self.residency)
+        return self.figures.memory_info(self.residency)
 
     def _on_residency(self) -> None:
         if self.status in (EngineStatus.READY, EngineStatus.SLEEPING):
@@ -378,7 +324,7 @@ class LLMMaster:
         await self._engines.stop(patience)
         if self._cluster is not None:
             await self._cluster.close(f"The server stopped: {self.failure}" if self.failure else "")
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
 
     def kill(self) -> None:
         """At once; nothing is drained. Other machines notice when this process ends."""
@@ -397,23 +343,12 @@ class LLMMaster:
         assert self._dispatcher is not None, "outputs before any request"
         self._dispatcher.handle(outputs)
         if outputs.stats is not None:
-            self._memory.on_stats(rank, outputs.stats)
-            self._queue.on_stats(rank, outputs.stats.running, outputs.stats.waiting)
-            (self._stalled.add if outputs.stats.stalled else self._stalled.discard)(rank)
-            figures = msgspec.structs.asdict(outputs.stats)
-            if outputs.stats.pages is not None:
-                figures["pages"] = msgspec.structs.asdict(outputs.stats.pages)
-            if self.adapters.enabled:
-                self.metrics.set_loras(rank, self.settings.lora.max_loras,
-                                       [self.adapters.name_of(i) for i in outputs.stats.running_loras],
-                                       [self.adapters.name_of(i) for i in outputs.stats.waiting_loras])
-            figures["owned_pages"] = {one.owner: one.bytes for one in outputs.stats.owned_pages}
-            self.metrics.set_engine(rank, **figures)
+            self.figures.on_stats(rank, outputs.stats)
 
     async def _become_ready(self, engines: Sequence[EngineReady]) -> None:
         ready, group = as_one(engines), self._engines
         try:
-            self.tokenizer, self._template, self.output_format = await self._in_pool(load_text, self.settings, ready)
+            await self.text.load(self.settings, ready)
         except Exception as error:
             log.debug("the tokenizer cannot be loaded", exc_info=True)
             self._on_exit(f"The model's tokenizer cannot be used: {error}")
@@ -438,12 +373,7 @@ class LLMMaster:
         self._dispatcher = OutputDispatcher(self.tokenizer, self._engines.abort, self._engines.end)
         if self.settings.model.generation_config == "auto":
             self.default_sampling = ready.default_sampling
-        name = served_model_names(self.settings)[0]
-        self._memory.on_ready(engines)
-        self._queue = QueueGauge(len(engines), ready.max_seqs)
-        self.metrics.set_model(name, [{"block_size": e.block_size, "num_kv_blocks": e.num_kv_blocks} for e in engines])
-        for rank, engine in enumerate(engines):
-            self.metrics.set_engine(rank, owned_pages={one.owner: one.bytes for one in engine.owned_pages})
+        self.figures.on_ready(served_model_names(self.settings)[0], engines)
         gc.collect()
         gc.freeze()  # what loading left behind stays for good; full collections need not look at it
         self.info = ready
@@ -464,7 +394,7 @@ class LLMMaster:
         else:
             self.failure = reason
             self.status = EngineStatus.RESTARTING
-        self._stalled.clear()
+        self.figures.on_exit()
         self._residency.forget()
         if self._dispatcher is not None:
             self._dispatcher.fail_all(f"The engine stopped: {reason}")
@@ -489,8 +419,7 @@ class LLMMaster:
 
     async def _search_to_text(self, search: BeamRequest) -> RequestOutput:
         """Off the event loop, as its tokens become text all at once."""
-        output: RequestOutput = await self._in_pool(search.output, self.tokenizer)
-        return output
+        return await self.text.run(search.output, self.tokenizer)
 
     def _abandon_search(self, search: BeamRequest) -> None:
         self._searches.abandon(search)

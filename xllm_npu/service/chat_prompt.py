@@ -24,7 +24,7 @@ async def encode_messages(master: LLMMaster, body: ChatFields, tools: Tools) -> 
             raise InvalidParameter("chat_template", "chat_template is refused: this server renders its own alone, "
                                    "unless it is started with --trust-request-chat-template.")
         kwargs["template"] = body.chat_template
-    return await master.encode_chat(checked_messages(body.messages), **kwargs)
+    return await master.text.encode_chat(checked_messages(body.messages), **kwargs)
 
 
 def template_kwargs(body: ChatFields, tools: Tools) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class SequenceEvents:
     async def count_reasoning_tokens(self) -> int:
         """By the text: a token that ends the reasoning and begins the answer counts for neither alone."""
         text = "".join(self._reasoning)
-        count = len(await self._turn.target.master.encode(text, False)) if text else 0
+        count = len(await self._turn.target.master.text.encode(text, False)) if text else 0
         budget = self._turn.body.thinking_token_budget
         # A model may write a text in fewer tokens than its tokenizer does, or in half characters.
         return count if budget is None or budget < 0 else min(count, budget)

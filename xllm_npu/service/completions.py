@@ -129,7 +129,7 @@ async def _encode(target: Target, body: CompletionBody, params: SamplingParams, 
                   prompt: Prompt) -> EncodedPrompt:
     if isinstance(prompt, str):
         try:
-            whole = await target.master.encode(prompt, body.add_special_tokens is not False)
+            whole = await target.master.text.encode(prompt, body.add_special_tokens is not False)
         except InvalidParameter as exc:
             raise InvalidParameter(name, exc.message) from None
     else:
@@ -139,7 +139,7 @@ async def _encode(target: Target, body: CompletionBody, params: SamplingParams, 
     text = ""
     if body.echo:
         unchanged = isinstance(prompt, str) and len(token_ids) == len(whole)
-        text = prompt if unchanged and isinstance(prompt, str) else await target.master.decode(token_ids)
+        text = prompt if unchanged and isinstance(prompt, str) else await target.master.text.decode(token_ids)
     return EncodedPrompt(name, token_ids, text)
 
 

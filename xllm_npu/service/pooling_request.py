@@ -136,7 +136,7 @@ class PoolingCall:
         """The vectors of `given`, a text or ids or several of them; `self.body` has the fields of a TextsBody."""
         body, inputs = self.body, list_inputs(param, given)
         with named(param):
-            prompts = await self.target.master.encode_inputs(
+            prompts = await self.target.master.text.encode_inputs(
                 inputs, self.limit, getattr(body, "add_special_tokens", None) is not False,
                 getattr(body, "truncation_side", None) or "right")
         return await self.vectors(prompts, names_of(param, given, len(prompts)))

@@ -111,15 +111,15 @@ async def _scores(
         queries = queries * len(documents)
     activated = body.use_activation if body.use_activation is not None else body.activation
     with named(names[1]):
-        prompts = await call.target.master.encode_pairs(list(zip(queries, documents)), call.limit,
-                                                        body.instruction or "")
+        prompts = await call.target.master.text.encode_pairs(
+            list(zip(queries, documents)), call.limit, body.instruction or "")
     vectors = await call.vectors(prompts, [f"{names[1]}[{i}]" for i in range(len(prompts))])
     return [float(probabilities(v, info, activated)[0]) for v in vectors]
 
 
 async def _cosines(call: PoolingCall, queries: list[str], documents: list[str], names: tuple[str, str]) -> list[float]:
     with named(names[1]):
-        prompts = await call.target.master.encode_inputs([*queries, *documents], call.limit)
+        prompts = await call.target.master.text.encode_inputs([*queries, *documents], call.limit)
     params = [names[0]] * len(queries) + [f"{names[1]}[{i}]" for i in range(len(documents))]
     vectors = [embedding(v, call.pooling, None, True) for v in await call.vectors(prompts, params)]
     of_queries, of_documents = vectors[: len(queries)], vectors[len(queries) :]

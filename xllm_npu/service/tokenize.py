@@ -30,7 +30,7 @@ def tokenize_router(context: ApiContext) -> APIRouter:
         else:
             body = parse(TokenizeBody, raw)
             target = context.target(body.model)
-            tokens = await target.master.encode(body.prompt, body.add_special_tokens is not False)
+            tokens = await target.master.text.encode(body.prompt, body.add_special_tokens is not False)
         strings = [target.master.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(TokenizeReply(len(tokens), target.info.max_model_len, tokens, strings))
 
@@ -43,6 +43,6 @@ def tokenize_router(context: ApiContext) -> APIRouter:
             if not 0 <= token < target.info.vocab_size:
                 raise InvalidParameter("tokens", f"tokens has token id {token}, which is not in the vocabulary "
                                        f"(0 to {target.info.vocab_size - 1}).")
-        return json_response(DetokenizeReply(await target.master.decode(body.tokens)))
+        return json_response(DetokenizeReply(await target.master.text.decode(body.tokens)))
 
     return router
