@@ -55,6 +55,10 @@ class ServiceSettings(Section):
     max_concurrent_requests: int = Field(
         default=200, ge=0, le=1_000_000, description="requests in flight before new ones get 429; 0: no limit"
     )
+    max_connections: int = Field(
+        default=4096, ge=1, le=1_000_000,
+        description="open connections before new ones get 503; less where ulimit -n is lower",
+    )
     max_queued_requests: int = Field(
         default=0, ge=0, le=1_000_000,
         description="requests of one model that wait for their first step before new ones get 429; 0: no limit",

@@ -15,11 +15,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from xllm_npu.service.errors import ApiError
+from xllm_npu.service.connection_limit import ConnectionLimit
+from xllm_npu.service.errors import ApiError, unavailable
 
 MAX_HEAD_BYTES = 256 * 1024
 PATIENCE_SECONDS = 60.0
 PATIENCE_BYTES = 16 * 1024
+FULL_RETRY_SECONDS = 1  # where there are too many connections
 
 
 class _FaultsOfClients(logging.LoggerAdapter):
@@ -37,8 +39,11 @@ _FAULTS_OF_CLIENTS = _FaultsOfClients(logging.getLogger("uvicorn.error"), {})
 
 
 class HttpProtocol(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limit: ConnectionLimit, **kwargs: Any) -> None:
+        """`limit`: of the listener."""
         super().__init__(*args, **kwargs)
+        self._limit = limit
+        self._turned_away = False
         self.logger = _FAULTS_OF_CLIENTS  # type: ignore[assignment]
         self._head_bytes = 0  # received since the last whole header block or piece of a body
         self._progress = False
@@ -50,7 +55,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_more()
+        if self._limit.exceeded_by(len(self.connections)):
+            self._turn_away()
+        else:
+            self._await_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for clock in (self._arrival, self._departure):
@@ -64,7 +72,7 @@ class HttpProtocol(HttpToolsProtocol):
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._turned_away:
             return
         self._progress = False
         super().data_received(data)
@@ -167,16 +175,29 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """With `error` as the answer, unless another one has begun, or was given before the request was whole."""
         if not self._answering and not (self._cycle_ended and self.cycle.more_body):
-            body = error.body()
-            self.transport.write(
-                b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-                % (STATUS_LINE[error.status], len(body), body))
+            self.transport.write(_answer(error))
         self._leave()
         self.transport.close()
         self._expect_departure()
+
+    def _turn_away(self) -> None:
+        """A connection too many, which does not count."""
+        self._turned_away = True
+        self.connections.discard(self)
+        error = unavailable(f"The server has {self._limit.most} connections, its limit (--max_connections); try again "
+                            "shortly.", "too_many_connections", FULL_RETRY_SECONDS)
+        self._limit.turn_away(self.transport, _answer(error), self.loop)
 
     def _leave(self) -> None:
         """The request at work hears that its client has left, and writes no more to a closed connection."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+
+
+def _answer(error: ApiError) -> bytes:
+    body = error.body()
+    headers = {"content-type": "application/json", "content-length": len(body), "connection": "close",
+               **(error.headers or {})}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -25,6 +26,7 @@ from xllm_npu.master.model_set import ModelSet, ServedModel, StartFailed
 from xllm_npu.service.admin import create_admin_app
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import coordinator, create_app
+from xllm_npu.service.connection_limit import ConnectionLimit
 from xllm_npu.service.errors import unavailable
 from xllm_npu.service.http_protocol import HttpProtocol
 from xllm_npu.service.listener import (
@@ -50,6 +52,7 @@ logger = logging.getLogger("xllm_npu.service")
 POLL_SECONDS = 0.05  # how soon a change of the engine's status is noticed
 FLUSH_SECONDS = 1.0  # for the last error bodies and frames to reach their clients
 ENGINE_EXIT_SECONDS = 5.0  # for the engine to end after its last request, before it is killed
+MAX_ADMIN_CONNECTIONS = 64
 EXIT_FAILURE = 1
 EXIT_SECOND_SIGINT = 130
 
@@ -107,7 +110,8 @@ class ServerLife:
         self._http = HttpServer(uvicorn_config(api, service))
         self._admin: HttpServer | None = None
         if admin is not None:
-            self._admin = HttpServer(uvicorn_config(create_admin_app(models, self._residency, service), service))
+            routes = create_admin_app(models, self._residency, service)
+            self._admin = HttpServer(uvicorn_config(routes, service, MAX_ADMIN_CONNECTIONS))
         self._stop = asyncio.Event()
         self._stop_requested = False
 
@@ -224,9 +228,12 @@ class ServerLife:
             os._exit(EXIT_SECOND_SIGINT)
 
 
-def uvicorn_config(app: object, service: ServiceSettings) -> uvicorn.Config:
+def uvicorn_config(app: object, service: ServiceSettings, max_connections: int | None = None) -> uvicorn.Config:
+    """`max_connections`: where it is not that of the API's listener."""
+    limit = ConnectionLimit(service.max_connections if max_connections is None else max_connections)
+    protocol = partial(HttpProtocol, limit=limit)
     return uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
+        app, http=protocol, ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
         log_level="warning", access_log=False, server_header=False,
         ssl_keyfile=service.ssl_keyfile, ssl_certfile=service.ssl_certfile, ssl_ca_certs=service.ssl_ca_certs,
         ssl_cert_reqs=2 if service.ssl_ca_certs else 0,  # ssl.CERT_REQUIRED: certificates must come from the given CAs
