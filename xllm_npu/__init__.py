@@ -2,7 +2,7 @@
 
 from xllm_npu.version import __version__
 
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "LoRARequest", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -15,4 +15,6 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("xllm_npu.state.sampling_params").SamplingParams
     if name == "BeamSearchParams":
         return importlib.import_module("xllm_npu.state.beam_search_params").BeamSearchParams
+    if name == "LoRARequest":
+        return importlib.import_module("xllm_npu.state.lora_request").LoRARequest
     raise AttributeError(f"module 'xllm_npu' has no attribute {name!r}")

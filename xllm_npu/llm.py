@@ -7,16 +7,14 @@ are done. Calls from several threads take turns. Knows nothing of HTTP and of ho
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,7 +22,9 @@ from xllm_npu.config.errors import SettingsError
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.config.settings import Settings, spans_machines
 from xllm_npu.master.beam_request import BeamRequest
+from xllm_npu.master.local_adapters import LocalAdapters
 from xllm_npu.master.output_dispatcher import OutputDispatcher
+from xllm_npu.master.progress_bars import ProgressListener, generation_bar, startup_bar
 from xllm_npu.master.request_factory import GenerationInput, RequestFactory
 from xllm_npu.master.residency_error import (
     ResidencyError,
@@ -34,13 +34,15 @@ from xllm_npu.master.residency_error import (
     check_tags,
 )
 from xllm_npu.state.beam_search_params import BeamSearchParams
+from xllm_npu.state.lora_request import LoRARequest
 from xllm_npu.state.messages import (
     PAUSED,
     SLEEPING,
     AbortRequest,
     AddRequest,
     CheckWeights,
-    EngineProgress,
+    CommandDone,
+    EngineCommand,
     EngineReady,
     Residency,
     ResidencyMessage,
@@ -58,7 +60,7 @@ from xllm_npu.text.tokenizer import Tokenizer
 # A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
-ProgressListener = Callable[[EngineProgress], None]
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -77,6 +79,8 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def change(self, message: ResidencyMessage) -> Residency: ...
+
+    def command(self, message: EngineCommand) -> CommandDone: ...
 
     def close(self) -> None: ...
 
@@ -118,7 +122,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.settings = settings_from_kwargs(model=model, **settings)
-        with _startup_bar() as listener:
+        with startup_bar() as listener:
             self._engine = start_engine(self.settings, listener)
         self._closer = weakref.finalize(self, self._engine.close)
         try:
@@ -130,6 +134,7 @@ class LLM:
             raise
         self._factory = RequestFactory(self.tokenizer, self.info, self.settings.model.max_logprobs)
         self._dispatcher = OutputDispatcher(self.tokenizer, self._engine.submit)
+        self._adapters = LocalAdapters(self.settings.lora, self._engine.command)
         self._lock = threading.Lock()
         self._asleep = False
 
@@ -138,15 +143,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestResult]:
         """One result for each prompt, in their order; a single prompt gives a list of one.
 
         `sampling_params`: one for all, or one for each; None: the model's own defaults.
         `use_tqdm`: show a progress bar, if on a terminal.
+        `lora_request`: the adapter, one for all or one for each; needs `enable_lora=True`.
         Raises InvalidParameter before anything runs if one of the prompts cannot be served.
         """
         tokenized = [self._tokenized(p, True) for p in _as_list(prompts)]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        return self._run(tokenized, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -154,6 +162,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -174,13 +183,14 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run([self._tokenized(t, False) for t in texts], sampling_params, use_tqdm)
+        return self._run([self._tokenized(t, False) for t in texts], sampling_params, use_tqdm, lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True, *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestResult]:
         """The `beam_width` best answers to each prompt, best first, with their cumulative log probabilities."""
-        return self.generate(prompts, params.sampling_params(), use_tqdm)
+        return self.generate(prompts, params.sampling_params(), use_tqdm, lora_request=lora_request)
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, as a server does for requests that say nothing."""
@@ -262,15 +272,19 @@ class LLM:
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_bar: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestResult]:
         self._must_be_open()
         given = self.default_params() if sampling_params is None else sampling_params
-        params = _one_for_each(given, len(prompts))
+        params = _one_for_each("sampling_params", given, len(prompts))
+        adapters = _one_for_each("lora_request", lora_request, len(prompts))
         requests = [self._request(i, ids, p) for i, ((_, ids), p) in enumerate(zip(prompts, params))]
         results = [RequestResult(r.external_id, text, ids) for r, (text, ids) in zip(requests, prompts)]
-        with self._lock, _generation_bar(len(prompts), use_bar) as advance:
+        with self._lock, generation_bar(len(prompts), use_bar) as advance:
             if self._asleep:
                 raise RuntimeError("This LLM is asleep. Call wake_up first.")
+            for request, number in zip(requests, self._adapters.numbers(adapters)):
+                request.lora_id = number
             closers: list[Callable[[], object]] = []
             try:
                 for request, result in zip(requests, results):
@@ -324,8 +338,8 @@ def start_engine(settings: Settings, listener: ProgressListener | None) -> Engin
     if spans_machines(settings):
         raise SettingsError("LLM runs one engine, on the caller's machine: leave nnodes and placement out. "
                             "Serve the model to use several machines.")
-    if settings.lora.enable_lora:
-        raise SettingsError("LLM takes no LoRA adapters in this version: leave enable_lora out, or serve the model.")
+    if settings.lora.lora_modules:
+        raise SettingsError("lora_modules are a server's: give LLM.generate a lora_request instead.")
     from xllm_npu.execution.process_setup import configure_process
 
     configure_process(settings, settings.parallel.tp_size)  # thread settings count only before torch is loaded
@@ -341,11 +355,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_for_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(given, SamplingParams):
+def _one_for_each(name: str, given: T | Sequence[T], count: int) -> list[T]:
+    if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"There are {count} prompts and {len(given)} sampling_params; give one, or one for each.")
+        raise ValueError(f"There are {count} prompts and {len(given)} {name}; give one, or one for each.")
     return list(given)
 
 
@@ -373,46 +387,3 @@ def _completion(delta: SequenceDelta) -> CompletionResult:
 
 def _by_id(position: PositionLogprobs) -> dict[int, TokenLogprob]:
     return {t.token_id: t for t in [position.chosen, *position.top]}
-
-
-@contextmanager
-def _generation_bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Yields what to call when a request is done, with the number of its tokens."""
-    if not (wanted and total and sys.stderr.isatty()):
-        yield lambda tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[tokens]} tokens"))  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task, generated = bar.add_task("", total=total, tokens=0), 0
-
-        def advance(tokens: int) -> None:
-            nonlocal generated
-            generated += tokens
-            bar.update(task, advance=1, tokens=generated)
-
-        yield advance
-
-
-@contextmanager
-def _startup_bar() -> Iterator[ProgressListener | None]:
-    """Yields a listener that shows each stage as a bar; None if there is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, Any] = {}
-
-        def listen(progress: EngineProgress) -> None:
-            if progress.stage not in tasks:
-                tasks[progress.stage] = bar.add_task(progress.stage)
-            bar.update(tasks[progress.stage], completed=progress.done, total=progress.total or None)
-
-        yield listen

@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.lora import ALL, PHI3, lora_loop, make_adapter, merged_answers, run_loop
 from tests.support.tiny_model import make_tiny_model
+from xllm_npu import LLM, LoRARequest, SamplingParams
 from xllm_npu.state.messages import SLEEPING, LoadLora, Resume, Sleep, UnloadLora, Wake
+from xllm_npu.state.sampling_params import InvalidParameter
 
 NEW_TOKENS = 12
 TARGETS = {"llama": ALL, "qwen3": ALL, "phi3": PHI3}
@@ -139,3 +141,21 @@ def test_adapters_stay_while_the_model_sleeps(family):
             assert run_loop(loop, requests, NEW_TOKENS, first_id=1000 * level) == expected
     finally:
         loop.close()
+
+
+@pytest.mark.slow
+def test_the_python_api_loads_adapters_as_they_are_named(family):
+    model, adapters, requests, expected = family("llama")
+    named = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1)]
+    with LLM(str(model), dtype="float32", block_size=16, max_cache_size="24MiB", num_threads=1, enable_lora=True,
+             max_loras=2, max_cpu_loras=3) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+        results = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False,
+                               lora_request=[named[i - 1] if i else None for _, i in requests])
+        assert [result.outputs[0].token_ids for result in results] == expected
+        other = LoRARequest("one again", 9, str(adapters[0]))  # for which another has to go
+        [prompt] = {tuple(prompt) for prompt, _ in requests[:1]}
+        [result] = llm.generate([list(prompt)], params, use_tqdm=False, lora_request=other)
+        assert result.outputs[0].token_ids == expected[1]
+        with pytest.raises(InvalidParameter, match="cannot be loaded"):
+            llm.generate("x", lora_request=LoRARequest("none", 10, str(model)))

@@ -11,13 +11,16 @@ from tokenizers import Tokenizer as Backend
 from xllm_npu import llm as module
 from xllm_npu.config.errors import SettingsError
 from xllm_npu.llm import LLM
+from xllm_npu.state.lora_request import LoRARequest
 from xllm_npu.state.messages import (
     FINISH_ABORT,
     FINISH_LENGTH,
     AbortRequest,
     AddRequest,
+    CommandDone,
     EngineReady,
     Finished,
+    LoadLora,
     Logprobs,
     PromptInfo,
     StepOutputs,
@@ -59,6 +62,7 @@ class EchoEngine:
         self.aborts: list[AbortRequest] = []
         self.running: dict[int, tuple[AddRequest, int]] = {}  # key -> request, tokens so far
         self.closed = 0
+        self.commands: list = []
         self.idle_first = False  # answer None once although there is work, as an overlapped engine does
         self.fail_at = -1
 
@@ -71,6 +75,10 @@ class EchoEngine:
         self.requests.append(message)
         for i in range(message.params.num_sequences):
             self.running[sequence_key(message.request_id, i)] = (message, 0)
+
+    def command(self, message) -> CommandDone:
+        self.commands.append(message)
+        return CommandDone()
 
     def has_work(self) -> bool:
         return bool(self.running)
@@ -197,9 +205,22 @@ def test_several_engines_are_a_servers():
         LLM("m", dp_size=2)
 
 
-def test_adapters_are_a_servers():
-    with pytest.raises(SettingsError, match="takes no LoRA adapters"):
-        LLM("m", enable_lora=True)
+def test_adapters_that_are_loaded_at_the_start_are_a_servers():
+    with pytest.raises(SettingsError, match="lora_request"):
+        LLM("m", enable_lora=True, lora_modules=("a=/b",))
+
+
+def test_adapters_by_prompt(engine):
+    one = LoRARequest("a", 7, "/adapters/a")
+    with LLM(enable_lora=True) as llm:
+        llm.generate(["x", "y"], SamplingParams(max_tokens=1), lora_request=[None, one])
+        llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1), lora_request=one)
+        assert [request.lora_id for request in engine.requests] == [0, 1, 1]
+        assert engine.commands == [LoadLora(1, "/adapters/a")]
+        with pytest.raises(ValueError, match="2 prompts and 1 lora_request"):
+            llm.generate(["x", "y"], lora_request=[one])
+    with LLM() as llm, pytest.raises(InvalidParameter, match="enable_lora=True"):
+        llm.generate("x", lora_request=one)
 
 
 def test_a_bad_prompt_is_named_and_nothing_runs(llm, engine):
