@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +25,16 @@ ENDLESS = {"prompt": "Hello", "max_tokens": 30000, "ignore_eos": True}
 NEW_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, ServerProcess]]:
-    """Both starting at the same time."""
-    flags = {"shared": ("--enable-prefix-cache-aware-dp-routing",), "killed": ()}
+def two_engines(tiny_dir: Path, directory: Path, *more: str) -> ServerProcess:
     copies = launch_flags("docs/parallelism.md", "copies", 0)
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(ServerProcess(
-            tiny_dir, tmp_path_factory.mktemp(name), *copies, "--dtype", "float32", *more, ready=False))
-            for name, more in flags.items()}
+    return ServerProcess(tiny_dir, directory, *copies, "--dtype", "float32", *more)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_dir: Path, tmp_path_factory) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("shared")
+    with two_engines(tiny_dir, directory, "--enable-prefix-cache-aware-dp-routing") as shared:
+        yield shared
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,7 @@ def cases(tiny_dir: Path):
     return reference(model, prompts, NEW_TOKENS)
 
 
-def test_tokens_are_those_of_one_process_and_both_ranks_work(servers, cases):
-    server = servers["shared"]
-    server.wait_ready()
+def test_tokens_are_those_of_one_process_and_both_ranks_work(server, cases):
     assert differences(cases, ask_server(server.url, cases, NEW_TOKENS)) == []
     server.wait_idle()
     metrics = server.metrics()
@@ -60,9 +58,7 @@ def test_tokens_are_those_of_one_process_and_both_ranks_work(servers, cases):
     assert min(ranks) > 0.25 * sum(ranks)
 
 
-def test_a_prompt_goes_where_its_beginning_is(servers):
-    server = servers["shared"]
-    server.wait_ready()
+def test_a_prompt_goes_where_its_beginning_is(server):
     before = server.metrics()
     hits = "prefix_cache_hits_total"
     prompts = [[7 * i % 251 for i in range(start, start + 64)] for start in (0, 1000)]
@@ -76,9 +72,7 @@ def test_a_prompt_goes_where_its_beginning_is(servers):
 
 
 @pytest.mark.slow
-def test_clients_that_leave_free_both_ranks(servers):
-    server = servers["shared"]
-    server.wait_ready()
+def test_clients_that_leave_free_both_ranks(server):
     before = server.metrics()["request_success_total:abort"]
     with server.client() as client:
         streams = []
@@ -95,9 +89,13 @@ def test_clients_that_leave_free_both_ranks(servers):
     server.wait_idle()
 
 
-def test_one_engine_dies_and_all_end(servers):
-    server = servers["killed"]
-    server.wait_ready()
+@pytest.mark.slow
+def test_one_engine_dies_and_all_end(tiny_dir: Path, tmp_path: Path):
+    with two_engines(tiny_dir, tmp_path) as server:
+        one_engine_dies_and_all_end(server)
+
+
+def one_engine_dies_and_all_end(server: ServerProcess) -> None:
     engines = server.children_of_kind(ENGINE, 2)
     with server.client() as client, ThreadPoolExecutor() as pool:
         whole = [pool.submit(client.post, COMPLETIONS, json=ENDLESS) for _ in range(2)]

@@ -148,6 +148,7 @@ def test_parent_and_fork_sleep_wake_and_die_in_any_order(model, tmp_path):
         poll(lambda: files() < 1.2 * weights, "weights that are there once")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_forked_says_why(model, tmp_path):
     with serving(model, tmp_path) as (_, client, admin):
         assert admin.post("/sleep").status_code == 200

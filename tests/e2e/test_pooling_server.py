@@ -18,6 +18,7 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_writing_embedding_and_scoring_side_by_side(tmp_path: Path) -> None:
     decoder = make_tiny_model(tmp_path / "decoder", "qwen3", initializer_range=0.2)
     cross = make_encoder(tmp_path / "cross", "Bert", "ForSequenceClassification", num_labels=1)

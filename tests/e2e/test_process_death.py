@@ -5,7 +5,6 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,12 +19,11 @@ COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": "Hello", "max_tokens": 30000, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def doomed(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, ServerProcess]]:
-    """One server for each test, all starting at the same time."""
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(ServerProcess(tiny_dir, tmp_path_factory.mktemp(name), ready=False))
-               for name in ("busy", "loading", "orphan_idle", "orphan_busy")}
+@pytest.fixture
+def server(tiny_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """One for each test, that has just been started."""
+    with ServerProcess(tiny_dir, tmp_path, ready=False) as server:
+        yield server
 
 
 def kill(pid: int) -> None:
@@ -42,16 +40,14 @@ def last_words(server: ServerProcess, engine_pid: int, what: str) -> None:
 
 
 @pytest.mark.slow
-def test_engine_dies_while_loading(doomed):
-    server = doomed["loading"]
+def test_engine_dies_while_loading(server):
     engine = server.engine_pid
     assert server.running
     kill(engine)
     last_words(server, engine, "Cannot start")
 
 
-def test_engine_dies_with_requests_in_flight(doomed):
-    server = doomed["busy"]
+def test_engine_dies_with_requests_in_flight(server):
     server.wait_ready()
     engine = server.engine_pid
     with server.client() as client, ThreadPoolExecutor() as pool:
@@ -82,8 +78,8 @@ def orphaned(server: ServerProcess) -> None:
     server.assert_nothing_left()
 
 
-def test_http_process_dies_idle(doomed):
-    server = doomed["orphan_idle"]
+@pytest.mark.slow
+def test_http_process_dies_idle(server):
     server.wait_ready()
     assert psutil.pid_exists(server.engine_pid)
     assert len(server.socket_directories()) == 2  # the other has ledgers
@@ -91,8 +87,7 @@ def test_http_process_dies_idle(doomed):
     orphaned(server)
 
 
-def test_http_process_dies_while_its_engine_decodes(doomed):
-    server = doomed["orphan_busy"]
+def test_http_process_dies_while_its_engine_decodes(server):
     server.wait_ready()
     with server.client() as client, client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
         lines = response.iter_lines()

@@ -68,6 +68,7 @@ def own_bytes(loop: EngineLoop) -> int:
     return worker._resources.committed_bytes
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_parents_pages(model, tmp_path) -> None:  # noqa: F811
     directory, expected = model("llama")
     weights = str(tmp_path / "weights")

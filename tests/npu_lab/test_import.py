@@ -40,6 +40,7 @@ def test_without_a_device_the_probe_says_so() -> None:
     assert "sees no Ascend device" in answer
 
 
+@pytest.mark.slow
 def test_hidden_devices_are_named() -> None:
     answer = output(PROBE, run.environment(run.ZERO_DEVICES) | {"ASCEND_RT_VISIBLE_DEVICES": "7"})
     assert "ASCEND_RT_VISIBLE_DEVICES=7" in answer
@@ -67,7 +68,8 @@ def test_auto_takes_the_npu() -> None:
 
 @pytest.mark.parametrize(("soc", "dtypes", "attention", "kernels"), [
     ("Ascend910B3", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu"),
-    ("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu"),
+    pytest.param("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu",
+                 marks=pytest.mark.slow),
     ("Ascend310P3", ("float16", "float32"), ("torch",), "torch"),
 ])
 def test_what_a_chip_can_do(soc: str, dtypes: tuple[str, ...], attention: tuple[str, ...], kernels: str) -> None:

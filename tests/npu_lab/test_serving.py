@@ -94,6 +94,7 @@ def test_architectures(model, attention: str, architecture: str) -> None:
     assert answers == expected
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_devices(model, float32: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECANN_DEVICES", "2")
@@ -113,6 +114,8 @@ def test_experts_on_two_devices(model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("attention", [
+    pytest.param("torch", marks=pytest.mark.slow), "npu", "triton"], indirect=True)
 def test_a_server_answers_a_client(model, attention: str, tmp_path: Path) -> None:
     directory, expected = model("llama")
     flags = ("--platform", "npu", "--attention-backend", attention, "--dtype", "float32")

@@ -77,6 +77,7 @@ def test_models_through_transformers_code(tmp_path) -> None:
             assert answer(loop, asked, 8) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_devices_by_graphs(model, monkeypatch) -> None:  # noqa: F811
     monkeypatch.setenv("FAKECANN_DEVICES", "2")

@@ -9,7 +9,8 @@ from tests.support.scripted_worker import expected_output
 from xllm_npu.state.messages import sequence_key
 
 
-@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "unified"])
+@pytest.mark.parametrize("policy", [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefill_first", "decode_first")), "unified"])
 def test_ten_thousand_steps(policy):
     rng = random.Random(policy)
     driver = Driver(True, policy=policy, max_seqs=12, max_tokens=48, num_blocks=48, max_chunk=16, vocab=97)
