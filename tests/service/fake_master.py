@@ -282,6 +282,9 @@ class FakeMaster:
     def text(self) -> "FakeMaster":
         return self
 
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([1] if add_special_tokens else []) + list(text.encode())
 

@@ -104,6 +104,9 @@ class ServiceSettings(Section):
     max_restarts: int = Field(
         default=3, ge=1, le=1000, description="restarts in ten minutes after which a failing server ends after all"
     )
+    enable_tokenizer_info_endpoint: bool = Field(
+        default=False, description="GET /tokenizer_info shows the tokenizer's settings and the chat template"
+    )
     enable_console: bool = Field(default=True, description="serve the web console at /")
     metrics_vllm_names: bool = Field(
         default=False, description="expose every metric under vLLM's prefix too, for dashboards that ask for vllm:..."

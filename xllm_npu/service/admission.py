@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 # What occupies an engine: text, or vectors and scores.
 GENERATION_PATHS = frozenset({
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses",
-    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
-ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # and all of /v1/
+    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v2/embed", "/invocations"})
+ENGINE_PATHS = frozenset({"/tokenize", "/detokenize", "/tokenizer_info"})  # and all of /v1/
 LOADING_RETRY_SECONDS = 5
 BUSY_RETRY_SECONDS = 1
 SLOT = "xllm_npu.slot"  # of a generation, in its ASGI scope

@@ -18,6 +18,7 @@ from xllm_npu.service.admission import Admission, AdmissionMiddleware, is_genera
 from xllm_npu.service.auth import OPEN_PATHS, ApiKeyMiddleware
 from xllm_npu.service.body import BodyLimitMiddleware
 from xllm_npu.service.chat import chat_router
+from xllm_npu.service.cohere_embed import cohere_embed_router
 from xllm_npu.service.completions import completions_router
 from xllm_npu.service.console import console_paths, console_router
 from xllm_npu.service.context import ApiContext
@@ -25,6 +26,7 @@ from xllm_npu.service.embeddings import embeddings_router
 from xllm_npu.service.errors import ErrorBoundary, add_error_handlers
 from xllm_npu.service.health import health_router
 from xllm_npu.service.ignored_fields import IgnoredFieldsMiddleware
+from xllm_npu.service.invocations import invocations_router
 from xllm_npu.service.lora import lora_router
 from xllm_npu.service.messages import messages_router
 from xllm_npu.service.messages_errors import MessagesErrorMiddleware
@@ -37,7 +39,7 @@ from xllm_npu.service.rerank import rerank_router
 from xllm_npu.service.response_store import ResponseStore
 from xllm_npu.service.responses import responses_router
 from xllm_npu.service.root_path import RootPathMiddleware
-from xllm_npu.service.tokenize import tokenize_router
+from xllm_npu.service.tokenize import tokenize_router, tokenizer_info_router
 from xllm_npu.service.trace_context import TraceContextMiddleware
 from xllm_npu.version import __version__
 
@@ -60,8 +62,10 @@ def create_app(
     store = ResponseStore(service.responses_store_size)
     app.include_router(responses_router(context, store))
     for router in (chat_router, messages_router, completions_router, models_router, tokenize_router,
-                   embeddings_router, rerank_router):
+                   embeddings_router, cohere_embed_router, rerank_router, invocations_router):
         app.include_router(router(context))
+    if service.enable_tokenizer_info_endpoint:
+        app.include_router(tokenizer_info_router(context))
     app.include_router(health_router(context, service.metrics_vllm_names))
     app.include_router(lora_router(models, settings.lora.allow_runtime_lora_updating))
     if service.enable_console:

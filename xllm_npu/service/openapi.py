@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from xllm_npu.service.cohere_embed import CohereEmbedBody
 from xllm_npu.service.errors import ErrorEnvelope
 from xllm_npu.service.lora import LoadLoraBody, UnloadLoraBody
 from xllm_npu.service.messages_errors import MessagesErrorEnvelope
@@ -43,6 +44,7 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/messages": (MessagesBody,),
     "/v1/messages/count_tokens": (CountTokensBody,),
     "/v1/embeddings": (EmbeddingsBody,),
+    "/v2/embed": (CohereEmbedBody,),
     "/pooling": (PoolBody,),
     "/classify": (ClassifyBody,),
     **dict.fromkeys(SCORE_PATHS, (ScoreBody,)),
@@ -52,7 +54,7 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
-STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations")
 EMPTY = ("/health", "/ping")
 TEXT = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SCHEMAS = "#/components/schemas/"

@@ -42,12 +42,17 @@ RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 Vector = npt.NDArray[np.float32]
 
 
-class PoolingBody(Body):
+class VectorsBody(Body):
     """What all of these routes take."""
 
-    truncate_prompt_tokens: Int32 | None = Field(None, ge=-1)
     priority: Int32 | None = None
     request_id: Annotated[str, Field(pattern=r"^[\w.:/+=@-]{1,128}$")] | None = None
+
+
+class PoolingBody(VectorsBody):
+    """vLLM's."""
+
+    truncate_prompt_tokens: Int32 | None = Field(None, ge=-1)
 
 
 class TextsBody(PoolingBody):
@@ -99,7 +104,7 @@ class PoolingUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-B = TypeVar("B", bound=PoolingBody)
+B = TypeVar("B", bound=VectorsBody)
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ class PoolingCall:
 
     context: ApiContext
     request: Request
-    body: PoolingBody
+    body: VectorsBody
     id: str
     target: Target
     pooling: PoolingInfo
@@ -122,7 +127,8 @@ class PoolingCall:
     @property
     def limit(self) -> int:
         """Tokens to keep of each prompt; 0: all."""
-        keep, longest = self.body.truncate_prompt_tokens, self.target.info.max_model_len
+        keep: int | None = getattr(self.body, "truncate_prompt_tokens", None)
+        longest = self.target.info.max_model_len
         if keep is None:
             return 0
         if keep == -1:

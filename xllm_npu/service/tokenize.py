@@ -1,7 +1,11 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer and chat template make of a text or of messages."""
+"""POST /tokenize and /detokenize: what the model's tokenizer and chat template make of a text or of messages.
+
+GET /tokenizer_info, where the operator wants it: their settings.
+"""
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -44,5 +48,20 @@ def tokenize_router(context: ApiContext) -> APIRouter:
                 raise InvalidParameter("tokens", f"tokens has token id {token}, which is not in the vocabulary "
                                        f"(0 to {target.info.vocab_size - 1}).")
         return json_response(DetokenizeReply(await target.master.text.decode(body.tokens)))
+
+    return router
+
+
+def tokenizer_info_router(context: ApiContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info(model: str | None = None) -> Response:
+        """The tokenizer's settings, as the model brings them, and the chat template in use."""
+        text = context.target(model).master.text
+        settings = await text.run(text.tokenizer.settings)
+        settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        settings["chat_template"] = text.template.text
+        return Response(msgspec.json.encode(settings), media_type="application/json")
 
     return router

@@ -6,7 +6,10 @@ A token of the second text's type is another token for the network: its id is ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.tokenizer import Tokenizer
@@ -15,6 +18,7 @@ from xllm_npu.text.tokenizer import Tokenizer
 QWEN3_BEGIN = ('<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the '
                'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
 QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PROMPTS_FILE = "config_sentence_transformers.json"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -47,6 +51,16 @@ def encode_pairs(
         ids, types = tokenizer.encode_pair(first, second, limit)
         prompts.append([i + vocab_size * min(t, num_types - 1) for i, t in zip(ids, types)])
     return prompts
+
+
+@lru_cache(maxsize=64)
+def prompt_prefixes(directory: Path) -> dict[str, str]:
+    """What a model of sentence-transformers wants before a text, by kind of text (`prompts` of its settings)."""
+    try:
+        prompts = json.loads((directory / PROMPTS_FILE).read_text("utf-8"))["prompts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {name: text for name, text in prompts.items() if isinstance(text, str)} if isinstance(prompts, dict) else {}
 
 
 def _qwen3(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int, instruction: str) -> list[list[int]]:

@@ -11,6 +11,7 @@ Knows nothing of requests, stop strings and chat messages.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _CHECKED_TOKENS = 64
+_PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
 
 
 class TokenizerError(RuntimeError):
@@ -81,6 +83,12 @@ class Tokenizer:
     def to_json(self) -> str:
         """The whole tokenizer as the `tokenizers` library writes it."""
         return self._backend.to_str()
+
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, but for where its author had the files."""
+        path = self.directory / "tokenizer_config.json"
+        found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        return {name: value for name, value in found.items() if name not in _PLACES}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidParameter('prompt', ...) for text that is not valid Unicode."""
