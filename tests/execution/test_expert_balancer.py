@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from xllm_models.layers.expert_moves import plan_moves
+from xllm_models.weights.loader import load_weights
+from xllm_models.weights.source import open_source
 from xllm_platform.parallel import ExpertExchange
 
 from tests.support.paged_model import PagedModel
@@ -54,9 +56,15 @@ def on_each_rank(world: World, directory: str, layouts: list[list[int]]) -> list
                 logits.append(logits_of(paged, step, parallel.dp.rank, counts))
                 balancer.after_step()
                 moving += balancer.moving
+            placements = torch.tensor(np.array(balancer.placements))
+            paged.model.allocate_weights()
+            load_weights(paged.model, open_source(directory))  # each expert into its first place
+            balancer.bring_home()
             found.append({
                 "dp_rank": parallel.dp.rank, "logits": torch.cat(logits), "moving": moving,
-                "updates": balancer.updates, "placements": torch.tensor(np.array(balancer.placements)),
+                "updates": balancer.updates, "placements": placements,
+                "home": torch.tensor(np.array(balancer.placements)),
+                "loaded again": torch.cat([logits_of(paged, step, parallel.dp.rank, counts) for step in range(4)]),
             })
     return found
 
@@ -78,6 +86,9 @@ def test_experts_move_and_logits_stay(tmp_path, size):
         for rank in answers:
             answer = rank[at]
             torch.testing.assert_close(answer["logits"], expected[answer["dp_rank"]], rtol=0, atol=1e-3)
+            again = answer["loaded again"]
+            torch.testing.assert_close(again, expected[answer["dp_rank"]][: len(again)], rtol=0, atol=1e-3)
+            assert all(np.array_equal(one, home_placement(8, 2, 5)) for one in answer["home"].numpy())
             assert answer["updates"] >= 2, f"{layout}: every layer's load is skewed, all should have changed"
             assert answer["moving"] > 1, "a layer's experts move over several steps"
             assert answer["placements"].equal(answers[0][at]["placements"]), "ranks disagree on who is where"

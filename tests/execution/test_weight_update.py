@@ -27,11 +27,13 @@ from tests.support.tiny_model import make_tiny_model
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.execution.engine_weights import LoadFailed, WeightsLost
 from xllm_npu.execution.weight_update import CheckpointLoader, WeightsRefused
+from xllm_npu.llm import LLM
 from xllm_npu.master.engine_loop import EngineLoop
+from xllm_npu.master.residency_error import ResidencyError, check_can_update
 from xllm_npu.state.messages import PAUSED, AddRequest, CheckWeights, Pause, Residency, Resume, UpdateWeights
 from xllm_npu.state.sampling_params import SamplingParams
 
-TOKENS = 16
+TOKENS = 16  # of an answer
 FILE = "model.safetensors"
 
 
@@ -198,11 +200,12 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(tiny_dir, new):
             assert outputs is not None
             hear(outputs)
             steps += 1
-            if steps == 9:
-                loop.change(CheckWeights(str(new)))
-                loop.residency.ask(Pause("keep"))
-                while loop.residency.advance() is None:
-                    hear(loop.step())
+            if steps == 5:
+                for message in (CheckWeights(str(new)), Pause("keep")):
+                    loop.residency.ask(message)
+                    while (done := loop.residency.advance()) is None:
+                        hear(loop.step())
+                    assert done.error == ""
                 had = [list(one) for one in answers]
                 assert loop.change(UpdateWeights(str(new))).error == ""
                 loop.change(Resume())
@@ -321,3 +324,27 @@ def test_models_that_give_vectors(tmp_path, kind):
     for old, new, fresh in zip(before, after, expected):
         np.testing.assert_array_equal(new, fresh)
         assert np.abs(old - new).max() > 1e-3
+
+
+def test_offline(tiny_dir, new, tmp_path):
+    """Prefixes that were cached are forgotten here too, and what is refused changes nothing."""
+    params, options = SamplingParams(temperature=0.0, max_tokens=TOKENS), {**SMALL, "max_cache_size": "24MiB"}
+    with LLM(str(tiny_dir), **options, dtype="float32", num_threads=1) as llm:
+
+        def tokens() -> list[list[int]]:
+            return [r.outputs[0].token_ids for r in llm.generate(prompts(), params, use_tqdm=False)]
+
+        before = tokens()
+        with pytest.raises(ResidencyError, match="no directory") as refused:
+            llm.update_weights(str(tmp_path / "nowhere"))
+        assert refused.value.code == "checkpoint"
+        assert tokens() == before
+        llm.update_weights(str(new))
+        assert tokens() == of(new) != before
+
+
+@pytest.mark.parametrize("settings", [{"load_format": "dummy"}, {"model": "m.gguf"}])
+def test_weights_of_no_checkpoint_are_not_replaced(settings):
+    with pytest.raises(ResidencyError) as refused:
+        check_can_update(settings_from_kwargs(**{"model": "m", **settings}).model)
+    assert refused.value.code == "unsupported"

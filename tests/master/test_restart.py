@@ -7,6 +7,7 @@ import pytest
 from xllm_npu.config.load import settings_from_kwargs
 from xllm_npu.master.engine_group import EngineGroup
 from xllm_npu.master.llm_master import EngineStatus, LLMMaster
+from xllm_npu.master.model_residency import ServedWeights
 from xllm_npu.state.messages import EngineReady
 
 READY = EngineReady(
@@ -36,3 +37,22 @@ async def test_a_death_in_the_middle(monkeypatch, replaced):
     await becoming
     assert master.status is EngineStatus.LOADING
     assert master.info is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("weights", "checkpoint"), [(ServedWeights("m"), ""), (ServedWeights("new", 1), "new")])
+async def test_new_engines_load_what_was_served(monkeypatch, weights, checkpoint):
+    """A fork, whose parent's weights were replaced before, likewise."""
+    parent, placed = LLMMaster(settings_from_kwargs(model="m", dp_size=2)), []
+
+    async def start(group):
+        pass
+
+    monkeypatch.setattr(EngineGroup, "place", lambda group, plans: placed.extend(plans))
+    monkeypatch.setattr(EngineGroup, "start", start)
+    fork = LLMMaster(settings_from_kwargs(model="m", dp_size=2))
+    fork.parent, parent._residency.weights = parent, weights
+    for master in (parent, fork):
+        placed.clear()
+        await master._launch()
+        assert [plan.init.checkpoint for plan in placed] == [checkpoint] * 2

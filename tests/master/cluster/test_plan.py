@@ -12,14 +12,16 @@ from xllm_npu.master.cluster.cluster_plan import EngineOrder, order_engines, por
 from xllm_npu.state.launch import Slot
 
 
-def orders(nodes: list[int], tp_size: int, **sections) -> tuple[list[EngineOrder], dict[int, str]]:
+def orders(
+    nodes: list[int], tp_size: int, checkpoint: str = "", **sections
+) -> tuple[list[EngineOrder], dict[int, str]]:
     """For ranks that lie on `nodes`; addresses are 10.0.0.<node>, or IPv6 for odd ones."""
     settings = Settings(parallel={"tp_size": tp_size, "dp_size": len(nodes) // tp_size}, **sections)
     slots = [Slot(node, rank) for rank, node in enumerate(nodes)]
     addresses = {node: f"fd00::{node}" if node % 2 else f"10.0.0.{node}" for node in {0, *nodes}}
     numbers = count(1000)
     ports = {node: [next(numbers) for _ in range(needed)] for node, needed in ports_needed(slots, tp_size).items()}
-    return order_engines(settings, slots, addresses, ports, "/private", 7), addresses
+    return order_engines(settings, slots, addresses, ports, "/private", 7, checkpoint), addresses
 
 
 def at(addresses: dict[int, str], node: int) -> str:
@@ -27,8 +29,9 @@ def at(addresses: dict[int, str], node: int) -> str:
 
 
 def test_tensor_parallel_over_two_machines():
-    (order,), addresses = orders([0, 1], 2)
+    (order,), addresses = orders([0, 1], 2, "new")
     init, (worker,) = order.init, order.far
+    assert init.checkpoint == worker.checkpoint == "new"
     assert init.requests == "ipc:///private/requests-0"
     assert init.steps.startswith(at(addresses, 0))
     assert (worker.steps, worker.reports, worker.slot.node) == (init.steps, init.reports, 1)
