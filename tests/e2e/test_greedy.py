@@ -65,7 +65,8 @@ VARIANTS = {
 }
 # Their networks' numbers are tested in tests/xllm_models; to the scheduler they are others of the list.
 SLOW_VARIANTS = {"llama tied", "llama linear", "llama dynamic", "llama llama3", "qwen2 yarn", "mistral",
-                 "mistral window", "deepseek v2 direct queries", "deepseek v3 yarn", "glm"}
+                 "mistral window", "deepseek v2", "deepseek v2 direct queries", "deepseek v3 yarn", "glm", "glm4",
+                 "glm4 moe lite", "llama yarn", "qwen2 moe"}
 POLICIES = ("decode_first", "prefill_first", "unified")
 EVERYTHING_ON = {"max_tokens_per_chunk_for_prefill": 24, "max_tokens_per_batch": 64}
 EVERYTHING_OFF = {"enable_prefix_cache": False, "enable_chunked_prefill": False, "enable_schedule_overlap": False,
