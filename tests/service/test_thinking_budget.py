@@ -1,10 +1,12 @@
 """`thinking_token_budget` and Anthropic's `thinking.budget_tokens`: the grammar that the engine is held to."""
 
 import pytest
+from msgspec import structs
 
-from tests.service.fake_master import says, tiny_matchers
+from tests.service.fake_master import INFO, says, tiny_matchers
 from tests.service.test_forced_calls import CALL, FORMAT, JSON, MESSAGES, NAMED, OTHER, TIME, URL, WEATHER
 from tests.support.tiny_tokenizer import byte_tokenizer
+from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.output_format import ModelHints, output_format
 
 SHORT, LONG = "<think>\nHm.\n</think>\n\n", "<think>\nHm, let me see.\n</think>\n\n"
@@ -66,7 +68,8 @@ async def test_no_reasoning_at_all(client, master, fields, good, bad):
 
 
 @pytest.mark.parametrize("fields", [
-    {"thinking_token_budget": None}, {"thinking_token_budget": -1}, {"thinking_token_budget": 9, "max_tokens": 9}])
+    {"thinking_token_budget": None}, {"thinking_token_budget": -1}, {"thinking_token_budget": 9, "max_tokens": 9},
+    {"thinking_token_budget": INFO.max_model_len}])
 async def test_what_limits_nothing_has_no_grammar(client, master, fields):
     response = await client.post(URL, json={"messages": MESSAGES, **fields})
     assert response.status_code == 200
@@ -98,6 +101,7 @@ THINKING = {"messages": MESSAGES, "max_tokens": 4000, "thinking": {"type": "enab
 
 
 async def test_anthropics_budget(client, master):
+    master.info = structs.replace(INFO, max_model_len=8192)
     await client.post("/v1/messages", json=THINKING)
     grammar = master.requests[-1].params.grammar
     assert accepts(grammar, f"<think>{'a' * 1000}</think>Hello")
@@ -107,6 +111,18 @@ async def test_anthropics_budget(client, master):
 
 
 async def test_anthropics_budget_for_a_model_that_does_not_reason(client, master):
+    master.info = structs.replace(INFO, max_model_len=8192)
     master.output_format = output_format("hermes", None, ModelHints())
     assert (await client.post("/v1/messages", json=THINKING)).status_code == 200
     assert master.requests[-1].params.grammar is None
+
+
+async def test_anthropics_budget_for_a_model_without_grammars(client, master):
+    async def check(grammar, param):
+        raise InvalidParameter(param, f"{param} cannot be used: the tokenizer is unknown.")
+
+    master.info, master.grammars.check = structs.replace(INFO, max_model_len=8192), check
+    assert (await client.post("/v1/messages", json=THINKING)).status_code == 200
+    assert master.requests[-1].params.grammar is None
+    forced = {**THINKING, "tools": [{"name": "f"}], "tool_choice": {"type": "any"}}
+    assert (await client.post("/v1/messages", json=forced)).status_code == 400

@@ -68,8 +68,8 @@ async def chat_turn(target: Target, body: ChatBody, id: str) -> ChatTurn:
     if format.name_of_reasoning is not None or tools.callable:
         params = replace(params, shown_special_tokens=tuple(sorted(format.shown_special_tokens)))
     prompt = await encode_messages(target.master, body, tools)
-    params = replace(params, grammar=await turn_grammar(target.master, body, tools, prompt.text,
-                                                        params.max_tokens))
+    longest = min(params.max_tokens or target.info.max_model_len, target.info.max_model_len)
+    params = replace(params, grammar=await turn_grammar(target.master, body, tools, prompt.text, longest))
     token_ids = truncated(prompt.token_ids, body, params.max_tokens, target.info)
     return ChatTurn(body, id, target, int(time.time()), params, tools, prompt.text, token_ids)
 

@@ -13,16 +13,18 @@ from xllm_npu.service import messages_events, request_id
 from xllm_npu.service.body import read_json
 from xllm_npu.service.chat_prompt import encode_messages
 from xllm_npu.service.chat_turn import ChatTurn, chat_turn
-from xllm_npu.service.context import ApiContext
+from xllm_npu.service.context import ApiContext, Target
 from xllm_npu.service.errors import renamed_faults
 from xllm_npu.service.generation import Outputs, UsageCount, collect, submitted
 from xllm_npu.service.messages_errors import error_event
 from xllm_npu.service.messages_events import MessageBlocks, frame
 from xllm_npu.service.messages_request import RENAMED, CountTokensBody, MessagesBody, chat_body
-from xllm_npu.service.protocol import parse
+from xllm_npu.service.protocol import ChatBody, parse
 from xllm_npu.service.sse import EventStream
 from xllm_npu.service.tools import read_tools
+from xllm_npu.service.turn_grammar import BUDGET
 from xllm_npu.state.output import RequestOutput
+from xllm_npu.state.sampling_params import InvalidParameter
 
 NOT_ENDED: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
@@ -35,10 +37,7 @@ def messages_router(context: ApiContext) -> APIRouter:
         body = parse(MessagesBody, await read_json(request))
         target = context.target(body.model)
         with renamed_faults(RENAMED):
-            chat = chat_body(body)
-            if not target.master.output_format.bounds_reasoning:
-                chat.thinking_token_budget = None  # clients of this API send one to every model
-            turn = await chat_turn(target, chat, "msg_" + request.scope[request_id.SCOPE_KEY])
+            turn = await _turn(target, chat_body(body), "msg_" + request.scope[request_id.SCOPE_KEY])
             outputs = await submitted(context, request, target, [turn.input()], bool(body.stream))
         if body.stream:
             return EventStream(_frames(turn, outputs), context.admission, error_event)
@@ -55,6 +54,19 @@ def messages_router(context: ApiContext) -> APIRouter:
         return _json({"input_tokens": len(prompt.token_ids)})
 
     return router
+
+
+async def _turn(target: Target, chat: ChatBody, id: str) -> ChatTurn:
+    """Clients of this API send a budget to every model: where it cannot be held to it is of no effect."""
+    if not target.master.output_format.bounds_reasoning:
+        chat.thinking_token_budget = None
+    try:
+        return await chat_turn(target, chat, id)
+    except InvalidParameter as error:
+        if error.param != BUDGET:
+            raise
+    chat.thinking_token_budget = None  # the model's tokenizer, say, is of a kind that grammars do not work with
+    return await chat_turn(target, chat, id)
 
 
 def _json(body: dict[str, Any]) -> Response:

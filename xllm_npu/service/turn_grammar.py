@@ -27,12 +27,14 @@ BUDGET = "thinking_token_budget"
 NO_LIMIT = -1  # a budget
 
 
-async def turn_grammar(master: LLMMaster, body: ChatBody, tools: Tools, prompt: str,
-                       max_tokens: int | None) -> str | None:
-    """Tried out; None where the text is free. Raises InvalidParameter, and ApiError where there is no telling now."""
+async def turn_grammar(master: LLMMaster, body: ChatBody, tools: Tools, prompt: str, longest: int) -> str | None:
+    """Tried out; None where the text is free. Raises InvalidParameter, and ApiError where there is no telling now.
+
+    `longest`: tokens that the output can have at most.
+    """
     format = master.output_format
     budget = reasoning_budget(body, format)
-    if budget is not None and max_tokens is not None and budget >= max_tokens:
+    if budget is not None and budget >= longest:
         budget = None
     answer = await requested_grammar(master, body)
     if tools.forced and body.use_beam_search:
