@@ -10,7 +10,16 @@ import pytest
 from tests.support.lora import ALL, PHI3, lora_loop, make_adapter, merged_answers, run_loop
 from tests.support.tiny_model import make_tiny_model
 from xllm_npu import LLM, LoRARequest, SamplingParams
-from xllm_npu.state.messages import SLEEPING, LoadLora, Resume, Sleep, UnloadLora, Wake
+from xllm_npu.state.messages import (
+    SLEEPING,
+    CheckWeights,
+    LoadLora,
+    Resume,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+    Wake,
+)
 from xllm_npu.state.sampling_params import InvalidParameter
 
 NEW_TOKENS = 12
@@ -159,3 +168,19 @@ def test_the_python_api_loads_adapters_as_they_are_named(family):
         assert result.outputs[0].token_ids == expected[1]
         with pytest.raises(InvalidParameter, match="cannot be loaded"):
             llm.generate("x", lora_request=LoRARequest("none", 10, str(model)))
+
+
+@pytest.mark.slow
+def test_adapters_stay_when_the_weights_below_them_are_replaced(family, tmp_path):
+    model, adapters, requests, expected = family("llama")
+    other = make_tiny_model(tmp_path / "other", "llama", seed=9)
+    answers = [merged_answers(other, adapter, prompts(), NEW_TOKENS) for adapter in (None, *adapters)]
+    loop = lora_loop(model, adapters)
+    try:
+        assert run_loop(loop, requests, NEW_TOKENS) == expected
+        for message in (CheckWeights(str(other)), UpdateWeights(str(other)), Resume()):
+            assert loop.change(message).error == ""
+        assert run_loop(loop, requests, NEW_TOKENS, first_id=len(requests)) == [
+            answers[lora_id][i] for i in range(len(prompts())) for lora_id in range(4)]
+    finally:
+        loop.close()

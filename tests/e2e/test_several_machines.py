@@ -260,3 +260,23 @@ def test_smollm2_over_two_machines(tmp_path):
                      "--max-cache-size", "200MiB") as (server, _):
         server.wait_ready()
         assert differences(cases, ask_server(server.url, cases, 16, uds=server.uds)) == []
+
+
+@pytest.mark.slow
+def test_weights_are_replaced_on_both_machines(tiny_dir, tmp_path, cases):
+    """And a checkpoint that the other one cannot read is refused."""
+    new = make_tiny_model(tmp_path / "new", seed=7, max_length=32768)
+    port = free_ports("127.0.0.1", 1)[0]
+    with (
+        start_nodes(tiny_dir, tmp_path / "nodes", loopback_machines(), "--dtype", "float32", "--tp-size", "2",
+                    more=(("--admin-port", str(port)), ())) as (server, _),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as admin,
+    ):
+        assert differences(cases, answers(server, cases)) == []
+        assert admin.get("/get_world_size").json() == {"world_size": 2}
+        refused = admin.post("/update_weights", json={"path": str(tmp_path / "nowhere")})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_checkpoint")
+        reply = admin.post("/update_weights", json={"path": str(new)})
+        assert reply.status_code == 200, reply.text
+        other = cases_of(new)
+        assert differences(other, answers(server, other)) == []
