@@ -57,8 +57,7 @@ def of(model: Path, **settings) -> list[list[int]]:
     return run_engine(model, prompts(), TOKENS, **{**SMALL, **settings})[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "fixed", pytest.param("elastic", marks=pytest.mark.slow),
-                                  pytest.param("weights only", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)])
 def test_tokens_are_those_of_an_engine_that_was_started_with_the_checkpoint(tiny_dir, new, kind):
     """Prompts that were cached, too: all of them come again."""
     with opened(tiny_dir, **{**KINDS.get(kind, {}), "enable_prefix_cache": True}) as loop:
@@ -163,7 +162,7 @@ def fail_on(monkeypatch, *failing: str) -> list[str]:
     return tried
 
 
-@pytest.mark.parametrize("kind", ["plain", "fixed"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_a_load_that_fails_in_the_middle_brings_the_old_weights_back(tiny_dir, new, monkeypatch, kind):
     with opened(tiny_dir, **KINDS.get(kind, {})) as loop:
         expected = answer(loop, prompts(), TOKENS)

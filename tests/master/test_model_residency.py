@@ -552,7 +552,9 @@ async def test_where_the_old_weights_are_gone_too_the_engines_end(setup):
     assert setup.model.weights == ServedWeights("old")
 
 
-@pytest.mark.parametrize("kind", ["checkweights", "updateweights", "resume"])
+@pytest.mark.parametrize("kind", [
+    pytest.param("checkweights", marks=pytest.mark.slow), pytest.param("updateweights", marks=pytest.mark.slow),
+    "resume"])
 async def test_engines_that_end_during_an_update(setup, kind):
     """Those that replace them have what was served: once all have loaded, the new weights."""
     engines = await setup.start()
