@@ -13,6 +13,7 @@ from xllm_npu.config.settings import Settings, served_model_names
 from xllm_npu.master.model_set import ModelSet, ServedModel
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import create_app
+from xllm_npu.service.connection_limit import ConnectionLimit
 from xllm_npu.service.listener import listen, url_of
 from xllm_npu.service.server import HttpServer, uvicorn_config
 
@@ -45,7 +46,8 @@ async def live_server(master: FakeMaster, **service: object) -> AsyncIterator[Li
     models = set_of(master, settings)
     admission = Admission(models, settings.service.max_concurrent_requests)
     sock = listen(settings.service)
-    http = HttpServer(uvicorn_config(create_app(models, settings, admission), settings.service))
+    limit = ConnectionLimit(settings.service.max_connections, master.metrics.on_rejected)
+    http = HttpServer(uvicorn_config(create_app(models, settings, admission), settings.service, limit))
     task = asyncio.create_task(http.serve(sockets=[sock]))
     try:
         yield LiveServer(url_of(sock, settings.service), admission)

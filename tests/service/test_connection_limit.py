@@ -8,6 +8,7 @@ import resource
 import pytest
 
 from tests.service.conftest import live_server
+from xllm_npu.metrics import render
 from xllm_npu.service import connection_limit
 from xllm_npu.service.connection_limit import ConnectionLimit
 
@@ -50,6 +51,7 @@ async def test_one_too_many_is_told_so(master):
             assert "2 connections" in reply["error"]["message"]
             assert await third[0].read() == b""
             third[1].close()
+        assert b'reason="max_connections"} 2.0' in render([master.metrics])
         assert (await answer(first))[0] == (await answer(second))[0] == 200  # who was there first stays
         second[1].close()
         async with asyncio.timeout(20):

@@ -19,6 +19,7 @@ from xllm_npu.master.model_residency import ResidencyError, ResidencyState
 from xllm_npu.master.model_set import ModelSet, ServedModel
 from xllm_npu.service.admission import Admission
 from xllm_npu.service.app import coordinator, create_app
+from xllm_npu.service.connection_limit import ConnectionLimit
 from xllm_npu.service.errors import unavailable
 from xllm_npu.service.listener import listen, url_of
 from xllm_npu.service.server import HttpServer, uvicorn_config
@@ -115,7 +116,8 @@ async def test_a_client_that_leaves_is_not_waited_for(asleep):
     models = set_of(asleep)
     admission = Admission(models, 0)
     sock = listen(settings.service)
-    http = HttpServer(uvicorn_config(create_app(models, settings, admission), settings.service))
+    app = create_app(models, settings, admission)
+    http = HttpServer(uvicorn_config(app, settings.service, ConnectionLimit(10)))
     task = asyncio.create_task(http.serve(sockets=[sock]))
     try:
         async with httpx.AsyncClient(base_url=url_of(sock, settings.service)) as client:

@@ -1,6 +1,7 @@
 """Free answers with a grammar: reasoning before them is bounded, and calls in them fit the schemas of strict tools."""
 
 import json
+import random
 
 import llguidance
 import llguidance.numpy as numpy_masks
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tests.text.test_forced_calls import CALLS, JSON, TIME, WEATHER, Bytes
+from tests.text.test_forced_calls import CALLS, JSON, TIME, WEATHER, Bytes, fits
 from xllm_npu.text.grammar_matcher import MatcherFactory
 from xllm_npu.text.output_events import Content, ToolCall
 from xllm_npu.text.output_format import ModelHints, output_format
@@ -203,6 +204,34 @@ def test_other_tools_need_only_be_named(name, kind):
     if FORMATS[name].json_arguments:
         assert accepts(matcher, vocabulary.ids(around(name, spoiled(name))))
     assert not accepts(matcher, vocabulary.ids(around(name, written(name).replace("get_weather", "get_money"))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), HELD)
+def test_whatever_is_written_its_calls_fit(name, kind):
+    """At random, with the marker of calls every now and then."""
+    tools, prompt = [ToolSpec(tool.name, tool.parameters, strict=True) for tool in (WEATHER, TIME)], ""
+    found = 0
+    for seed in range(6):
+        generator, ids, wanted = random.Random(seed), [], []
+        format, vocabulary, tokenizer = format_of(name, kind)
+        matcher = matcher_of(format, tokenizer, prompt, tools=tools, parallel=seed % 2 == 0)
+        while len(ids) < 500 and not (len(ids) > 200 and matcher.is_accepting()):
+            options = allowed(matcher, vocabulary) - {vocabulary.eos_token_id}
+            if not wanted and generator.random() < 0.15:
+                wanted = vocabulary.ids(FORMATS[name].trigger)
+            if not wanted or wanted[0] not in options:
+                wanted = [generator.choice(sorted(i for i in options if 32 <= i < 127 or i > 256) or sorted(options))]
+            ids.append(wanted.pop(0))
+            assert matcher.consume_token(ids[-1])
+        text = b"".join(vocabulary.tokens[i] for i in ids).decode("utf-8", "ignore")
+        parser = format.parser(tools, prompt)
+        events = [*parser.push(text), *parser.finish(cut_short=not matcher.is_accepting())]
+        calls = [event for event in events if isinstance(event, ToolCall)]
+        assert all(fits(call.name, json.loads(call.arguments)) for call in calls), text
+        assert seed % 2 == 0 or len(calls) <= 1
+        found += len(calls)
+    assert found
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])

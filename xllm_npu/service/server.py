@@ -107,11 +107,12 @@ class ServerLife:
         self._admission = Admission(models, service.max_concurrent_requests, service.max_queued_requests)
         self._residency = coordinator(models, service)
         api = create_app(models, settings, self._admission, self._residency)
-        self._http = HttpServer(uvicorn_config(api, service))
+        limit = ConnectionLimit(service.max_connections, models.first.master.metrics.on_rejected)
+        self._http = HttpServer(uvicorn_config(api, service, limit))
         self._admin: HttpServer | None = None
         if admin is not None:
             routes = create_admin_app(models, self._residency, service)
-            self._admin = HttpServer(uvicorn_config(routes, service, MAX_ADMIN_CONNECTIONS))
+            self._admin = HttpServer(uvicorn_config(routes, service, ConnectionLimit(MAX_ADMIN_CONNECTIONS)))
         self._stop = asyncio.Event()
         self._stop_requested = False
 
@@ -228,9 +229,8 @@ class ServerLife:
             os._exit(EXIT_SECOND_SIGINT)
 
 
-def uvicorn_config(app: object, service: ServiceSettings, max_connections: int | None = None) -> uvicorn.Config:
-    """`max_connections`: where it is not that of the API's listener."""
-    limit = ConnectionLimit(service.max_connections if max_connections is None else max_connections)
+def uvicorn_config(app: object, service: ServiceSettings, limit: ConnectionLimit) -> uvicorn.Config:
+    """`limit`: of the listener's connections."""
     protocol = partial(HttpProtocol, limit=limit)
     return uvicorn.Config(
         app, http=protocol, ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]
