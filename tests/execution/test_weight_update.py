@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -248,6 +250,23 @@ def test_weights_that_sleep_and_weights_that_woke_alone(tiny_dir, new):
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
 FAMILIES = {"qwen3_moe": EXPERTS, "deepseek_v3": {}, "gpt_oss": {"num_local_experts": 8},
             "gemma3": {"tie_word_embeddings": True}, "llama": {"tie_word_embeddings": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "fixed"])
+def test_nothing_grows_with_the_number_of_updates(tmp_path, kind):
+    """Resident bytes, open files, threads."""
+    models = [make_tiny_model(tmp_path / name, hidden=256, layers=4, seed=seed) for seed, name in enumerate("ab")]
+    process, sizes = psutil.Process(), []
+    with opened(models[0], **KINDS.get(kind, {})) as loop:
+        before = answer(loop, prompts(), TOKENS)
+        for number in range(40):
+            assert update(loop, models[(number + 1) % 2]).error == ""
+            assert (answer(loop, prompts(), TOKENS) == before) == bool(number % 2)
+            if number % 10 == 9:
+                sizes.append((process.memory_info().rss, process.num_fds(), threading.active_count()))
+    assert sizes[-1][0] - sizes[0][0] < 2**21, sizes
+    assert sizes[-1][1:] == sizes[0][1:]
 
 
 @pytest.mark.slow
