@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from xllm_npu.execution.engine_weights import EngineWeights, LoadFailed, WeightsLost
+from xllm_npu.execution.model_loader import LoadError
 from xllm_npu.execution.weight_update import WeightsRefused
 from xllm_npu.execution.worker_messages import WorkerCheckWeights, WorkerLoadWeights
 
@@ -33,7 +34,7 @@ class Ranks:
     def load_weights(self, checkpoint: str) -> None:
         self._load(0, checkpoint)
         if why := self.refuse.get((0, checkpoint)):
-            raise OSError(why)
+            raise LoadError(why)
 
     def _load(self, rank: int, checkpoint: str) -> None:
         self.weights[rank] = "broken" if (rank, checkpoint) in self.refuse else checkpoint
@@ -90,10 +91,14 @@ def test_where_one_rank_fails_all_have_the_old_weights(ranks, rank):
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (1, 0), (2, 1)])
-def test_where_the_old_ones_are_gone_too_it_is_fatal(ranks, first, second):
+def test_where_the_old_ones_are_gone_too_it_is_fatal(ranks, first, second, caplog):
     ranks.refuse = {(first, NEW): "No disk.", (second, OLD): "No files."}
-    with pytest.raises(WeightsLost, match=r"No disk.*No files"):
+    with pytest.raises(WeightsLost, match="nor the old ones") as lost:
         engine_of(ranks).load(NEW)
+    assert "No" not in str(lost.value), "clients hear this, and files are none of their business"
+    assert [record.message for record in caplog.records] == [
+        "loading new failed, and the old weights are loaded again: No disk.",
+        "the old weights cannot be loaded either: No files."]
 
 
 def test_a_rank_that_dies_is_fatal(ranks):

@@ -99,7 +99,8 @@ class EngineWeights:
             log.error("loading %s failed, and the old weights are loaded again: %s", checkpoint, failure)
             lost = self._load(self.checkpoint)
             if lost:
-                raise WeightsLost(f"Weights could not be loaded ({failure}), nor the old ones again: {lost}")
+                log.error("the old weights cannot be loaded either: %s", lost)
+                raise WeightsLost("Other weights could not be loaded, nor the old ones again; the log says why.")
             raise LoadFailed(failure)
         self.checkpoint = checkpoint
 

@@ -54,11 +54,13 @@ class CheckpointLoader:
 class WeightUpdater:
     def __init__(
         self, settings: Settings, config: ModelConfig, model: Any, loader: CheckpointLoader,
-        synchronize: Callable[[], None],
+        synchronize: Callable[[], None], checkpoint: str,
     ) -> None:
-        """`synchronize` waits for the device's work."""
+        """`synchronize` waits for the device's work. `checkpoint`: what `loader` has loaded, as it was given."""
         self._settings, self._config, self._model, self._loader = settings, config, model, loader
         self._synchronize = synchronize
+        self._paths = {checkpoint: loader.path}  # of what is loaded, and of what was checked last
+        self._loaded = checkpoint
         # What else has to follow, where there is any.
         self.pooler: Pooler | None = None
         self.balancer: ExpertBalancer | None = None
@@ -68,10 +70,9 @@ class WeightUpdater:
         """Whether `checkpoint`, a directory or hub id, could be loaded, by its headers. Changes nothing, and may run
         beside steps; what is at a hub is downloaded. Raises WeightsRefused.
         """
-        shown = ""
+        path: Path | None = None
         try:
             path = resolve_checkpoint(self._settings.model, checkpoint)
-            shown = str(path) if path.is_absolute() else ""
             if path.suffix == ".gguf":
                 raise LoadError("A .gguf file cannot take another checkpoint's place: give safetensors.")
             self._check_config(path)
@@ -79,8 +80,8 @@ class WeightUpdater:
             if self.pooler is not None:
                 self.pooler.check(path)
         except Exception as error:  # whatever is in the files: the model serves on
-            message = describe(error)
-            raise WeightsRefused(message.replace(shown, checkpoint) if shown else message) from error
+            raise WeightsRefused(_told(error, path, checkpoint)) from error
+        self._paths = {self._loaded: self._paths[self._loaded], checkpoint: path}
 
     def _check_config(self, path: Path) -> None:
         theirs = read_config(self._settings, path)
@@ -91,11 +92,20 @@ class WeightUpdater:
                                   f"{_shown(ours)} is served.")
 
     def load(self, checkpoint: str) -> None:
-        """Read it into the weights, which no step uses; those that sleep get it when they wake up.
+        """Read it, as it was checked, into the weights, which no step uses; those that sleep get it when they wake up.
 
-        Raises whatever goes wrong; the weights are then neither the old nor the new ones.
+        Raises LoadError; the weights are then neither the old nor the new ones.
         """
-        path = resolve_checkpoint(self._settings.model, checkpoint)
+        path = self._paths.get(checkpoint)
+        try:
+            if path is None:
+                path = resolve_checkpoint(self._settings.model, checkpoint)
+            self._load(path)
+        except Exception as error:
+            raise LoadError(_told(error, path, checkpoint)) from error
+        self._loaded, self._paths = checkpoint, {**self._paths, checkpoint: path}
+
+    def _load(self, path: Path) -> None:
         self._loader.path = path
         if self.memory is None or self.memory.weights is None or self.memory.weights.is_mapped:
             self._loader.load()
@@ -111,6 +121,12 @@ def resolve_checkpoint(settings: ModelSettings, checkpoint: str) -> Path:
     own = checkpoint == settings.model
     return hub.resolve_model(checkpoint, use_modelscope=settings.use_modelscope, cache_dir=settings.download_dir,
                              revision=settings.revision if own else None).path
+
+
+def _told(error: Exception, path: Path | None, checkpoint: str) -> str:
+    """One sentence for people, who know the files by what they gave."""
+    message = describe(error)
+    return message.replace(str(path), checkpoint) if path is not None and path.is_absolute() else message
 
 
 def _shown(value: object) -> str:

@@ -169,7 +169,8 @@ def _fill(start: _Start, model: Any, weight_memory: WorkerMemoryResources | None
     if pooler is not None:
         worker.parts.pooled = PooledRows(pooler, shape.max_seqs, config.hidden_size, platform.device())
     worker.parts.memory, worker.parts.lora = memory, lora
-    worker.parts.updater = updater = WeightUpdater(settings, config, model, loader, platform.synchronize)
+    worker.parts.updater = updater = WeightUpdater(settings, config, model, loader, platform.synchronize,
+                                                   start.rank.checkpoint or settings.model.model)
     updater.pooler, updater.balancer, updater.memory = pooler, balancer, memory
     progress(EngineProgress("Warming up", 0, 1))
     warm_up(worker, attention, shape)

@@ -58,6 +58,8 @@ class Reporter:
 
     def send(self, report: WorkerReport, wait: bool = True) -> None:
         with self._lock:
+            if self._socket.closed:
+                return
             try:
                 self._socket.send(self._encoder.encode(report), 0 if wait else zmq.NOBLOCK)
             except zmq.Again:

@@ -297,7 +297,8 @@ class ModelResidency:
         answers = await self._group.ask(UpdateWeights(self.weights.checkpoint), updated)
         lost = [a.error for a in answers.values() if a.error]
         if lost:
-            reason = f"The engines have different weights, and the old ones cannot be loaded again: {lost[0]}"
+            log.error("the old weights cannot be loaded again: %s", lost[0])
+            reason = "The engines have different weights, and the old ones cannot be loaded again; the log says why."
             self._group.fail(reason)
             raise EnginesGone(reason)
 
