@@ -183,6 +183,7 @@ def check_over_http(smollm2, tmp_path, combination, count):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("combination", FEW_COMBINATIONS, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_smollm2_over_http(smollm2, tmp_path, combination):
     check_over_http(smollm2, tmp_path, combination, count=8)
 
