@@ -27,7 +27,7 @@ KINDS = {"elastic": ELASTIC, "fixed": {**WEIGHTS, "enable_vmm_kvcache": True},
 EACH_KIND = ["elastic", pytest.param("fixed", marks=pytest.mark.slow),
              pytest.param("weights only", marks=pytest.mark.slow)]
 CROWDED = {"max_seqs_per_batch": 4, "max_tokens_per_batch": 64}  # prompts in pieces, and requests that wait
-PROMPTS = [*(prompt_of(40 + 30 * i, i) for i in range(5)), prompt_of(1600, 9)]
+PROMPTS = [*(prompt_of(40 + 30 * i, i) for i in range(5)), prompt_of(8000, 9)]
 LONG = len(PROMPTS) - 1
 TOKENS = 40
 
@@ -49,11 +49,10 @@ async def undisturbed(master: LLMMaster) -> list[list[int]]:
 
 
 async def in_the_middle(master: LLMMaster) -> list[Answer]:
-    """All are open: some decode, the long prompt is computed in pieces, others wait for a row."""
-    computed = metric(master, "prompt_tokens_total", engine="0")
-    salt = str(computed)  # no prefix is known
+    """All are open: the long prompt is computed in pieces, which fill the steps, and others wait."""
+    salt = str(metric(master, "prompt_tokens_total", engine="0"))  # no prefix is known
     answers = [Answer(master, p, TOKENS, salt) for p in (PROMPTS[LONG], *PROMPTS[:LONG])]
-    await until(lambda: metric(master, "prompt_tokens_total", engine="0") > computed + 100, "a piece of a prompt")
+    await until(lambda: metric(master, "num_requests_running", engine="0") > 0, "a piece of a prompt")
     return [*answers[1:], answers[0]]
 
 

@@ -64,3 +64,30 @@ def test_pages_of_the_ledger_are_told_with_the_step_that_took_them():
     channel = Channel(loop)
     EngineServer(channel, loop).run()
     assert channel.told == [(2, 2), (3, 3), (4, 4)]
+
+
+class SilentLoop(GrowingLoop):
+    """Pieces of one long prompt: steps that take a tenth of a second each and have no token."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.now = 0.0
+
+    def step(self):
+        self.steps -= 1
+        self.now += 0.1
+        self.scheduler.stats.prompt_tokens_total += 8
+        return StepOutputs(stats=self.scheduler.stats)
+
+
+class PromptTokens(Channel):
+    def send(self, message):
+        self.told.append(message.stats.prompt_tokens_total)
+
+
+def test_steps_without_tokens_are_told_now_and_then(monkeypatch):
+    loop = SilentLoop(steps=10)
+    monkeypatch.setattr("xllm_npu.master.engine_process.time.monotonic", lambda: loop.now)
+    channel = PromptTokens(loop)
+    EngineServer(channel, loop).run()
+    assert channel.told == [24, 48, 72]

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250  # also how soon an idle engine notices the death of a worker
 INTEGRITY_SECONDS = 10.0  # an idle engine checks its books at most this often
+SILENT_SECONDS = 0.25  # steps without news for clients: then the figures are told
 CAUSE_SECONDS = 1.0  # if another rank has died, this one fails too: the parent knows, and ends it without a word
 EXIT_FAILED = 1
 
@@ -83,6 +84,7 @@ class EngineServer:
         self._channel, self._loop = channel, loop
         self._checked_at = 0.0
         self._told = self._gauges()  # as the parent knows them
+        self._told_at = time.monotonic()
 
     def run(self) -> None:
         idle = True
@@ -121,14 +123,14 @@ class EngineServer:
         return True
 
     def _tell(self, outputs: StepOutputs | None) -> None:
-        """News for clients; without any the gauges, where they changed: a long prompt has no news for many steps."""
+        """News for clients; without any the figures, now and then: a long prompt has no news for many steps."""
         if outputs is not None and (outputs.keys or outputs.finished or outputs.prompts):
             told = self._told if outputs.stats is None else _told(outputs.stats)
             if told != self._told:
                 self._loop.update_owned_pages()
             self._channel.send(outputs)
-            self._told = told
-        elif self._told != self._gauges():
+            self._told, self._told_at = told, time.monotonic()
+        elif self._told != self._gauges() or time.monotonic() - self._told_at > SILENT_SECONDS:
             self._tell_gauges()
 
     def _gauges(self) -> Gauges:
@@ -140,7 +142,7 @@ class EngineServer:
     def _tell_gauges(self) -> None:
         stats = self._loop.scheduler.stats
         self._loop.update_gauges()
-        self._told = _told(stats)
+        self._told, self._told_at = _told(stats), time.monotonic()
         self._channel.send(StepOutputs(stats=stats))
 
     def _became_idle(self) -> None:
