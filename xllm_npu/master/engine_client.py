@@ -24,6 +24,7 @@ from xllm_npu.state.messages import ClientMessage, EngineFailed, EngineMessage, 
 log = logging.getLogger(__name__)
 
 ENGINE = "engine process"
+TURN_SECONDS = 0.002  # that messages are handled for before others have their turn
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -90,12 +91,18 @@ class EngineClient:
                 self._outgoing.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
+        clock = asyncio.get_running_loop().time
+        yielded = clock()
         try:
             while True:
                 message = self._decoder.decode(await self._incoming.recv())
                 if isinstance(message, EngineFailed):
                     self._failure = message
                 self._on_message(message)
+                if clock() - yielded >= TURN_SECONDS:
+                    # While more is there `recv` does not yield, and nothing else of this process would run.
+                    await asyncio.sleep(0)
+                    yielded = clock()
         except Exception as error:  # without it nobody would hear anything again, and nobody would know why
             log.exception("the engine's messages cannot be handled")
             self._on_exit(Ending(Clue.SAID, f"The engine's messages cannot be handled: {type(error).__name__}."))
