@@ -103,7 +103,7 @@ async def test_a_beam_search_is_one_request(tiny_dir):
             else:
                 await search.whole()
                 assert search.last is not None
-                assert "pauses, or goes to sleep" in (search.last.error or "")
+                assert "ended by the server's operator" in (search.last.error or "")
                 await master.resume()
 
 
