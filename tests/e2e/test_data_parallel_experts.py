@@ -32,7 +32,6 @@ FLAGS = {
         "--max-tokens-per-batch", "64"),
     "rows exchanged, without overlap": ("--expert-parallel-degree", "2", "--enable-schedule-overlap=false"),
 }
-SOME_FLAGS = [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(FLAGS)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,8 @@ def servers(model, tmp_path_factory) -> Iterator[Callable[[str], ServerProcess]]
             "--dtype", "float32", *FLAGS[name], ready=False)))
 
 
-@pytest.mark.parametrize("name", SOME_FLAGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLAGS)
 def test_tokens_are_those_of_one_process(servers, model, name):
     server, (_, cases) = servers(name), model
     server.wait_ready()
@@ -69,7 +69,8 @@ def test_tokens_are_those_of_one_process(servers, model, name):
         assert metrics["num_preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("name", SOME_FLAGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLAGS)
 def test_one_dies_in_the_middle_of_a_wave(servers, name):
     """Last: it ends the server. The other rank waits in a collective, and must not be blamed."""
     server = servers(name)

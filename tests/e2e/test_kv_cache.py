@@ -55,6 +55,7 @@ def small(tiny_dir: Path, tmp_path_factory) -> Iterator[ServerProcess]:
         yield started
 
 
+@pytest.mark.slow
 async def test_preemption_changes_no_text(server, small):
     bodies = [{**GREEDY, "prompt": f"{i} begins " * (3 + i), "max_tokens": 200} for i in range(10)]
     bodies += [{**body, "temperature": 1.0, "seed": 5, "n": 2} for body in bodies[:3]]
@@ -74,6 +75,7 @@ async def test_preemption_changes_no_text(server, small):
     small.wait_idle()
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_is_refused_at_the_door(small):
     with small.client() as client:
         refused = client.post(COMPLETIONS, json={**GREEDY, "prompt": "x" * 600})

@@ -93,9 +93,9 @@ def test_however_the_work_is_scheduled(family, way):
         loop.close()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow),
-                                  pytest.param("phi3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "phi3"])
 def test_two_tensor_parallel_ranks(family, name):
     model, adapters, requests, expected = family(name)
     loop = lora_loop(model, adapters, tp_size=2, max_loras=2)

@@ -76,6 +76,7 @@ async def test_pauses(tiny_dir):
         assert metric(master, "residency_transition_seconds_count", transition="pause") == 20
 
 
+@pytest.mark.slow
 async def test_a_beam_search_is_one_request(tiny_dir):
     """It comes to the engine in many: a pause that lets it finish lets all of them pass."""
     async with running_master(tiny_dir) as master:

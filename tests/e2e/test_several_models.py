@@ -106,6 +106,7 @@ def test_settings_of_one_model_and_a_second_ctrl_c(models, tmp_path: Path):
             assert server.wait() == 130
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_start_ends_the_server_and_is_named(models, tmp_path: Path):
     missing = tmp_path / "nothing" / "here"
     with ServerProcess(models[0], tmp_path, str(missing), ready=False) as server:

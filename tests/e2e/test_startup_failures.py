@@ -128,7 +128,8 @@ def group_exists(group: int) -> bool:
 # Each is refused where another of the list is: in reading the checkpoint, or the settings.
 SLOW_CASES = {"broken config", "pickle", "wrong shape", "no native network", "graphs through transformers",
               "devices through transformers", "broken tokenizer", "out of range", "no room for a block",
-              "unknown attention", "missing directory", "no room for a sequence", "no such device", "truncated weights"}
+              "unknown attention", "missing directory", "no weights", "no room for a sequence", "no such device",
+              "truncated weights"}
 
 
 @pytest.fixture(scope="module")
