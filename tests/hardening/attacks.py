@@ -22,10 +22,12 @@ GETS = (
     "http://elsewhere/v1/models",
     "", "/v1/models/" + "%41" * 5000, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/status",
 )  # fmt: skip
-ADMIN_GETS = ("/is_sleeping", "/is_paused", "/status", "/server_info", "/sleep", "/openapi.json", "/nothing")
+ADMIN_GETS = ("/is_sleeping", "/is_paused", "/status", "/server_info", "/weight_info", "/get_world_size", "/sleep",
+              "/openapi.json", "/nothing")
 # What changes a model's state is only ever asked of a model that there is none of.
 ADMIN_POSTS = ("/sleep", "/wakeup", "/wake_up", "/pause", "/resume", "/fork_master", "/reset_prefix_cache",
-               "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/nothing")
+               "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights",
+               "/update_weights_from_disk", "/abort_requests", "/nothing")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "BREW", "")
 TYPES = (
     "application/json", "application/json; charset=utf-16", "APPLICATION/JSON", "application/vnd.x+json", "text/plain",
@@ -149,7 +151,8 @@ def _route_attack(rng: random.Random) -> Attack:
     path = rng.choice(GETS) if rng.random() < 0.7 else rng.choice(POSTS)[0]
     method = "GET" if rng.random() < 0.5 else rng.choice(METHODS)
     headers = [rng.choice(HEADERS) for _ in range(rng.choice((0, 0, 1, 3)))]
-    return Attack(f"{method} {path[:60]}", Exchange([head(method, path, *headers)], half_close=True))
+    # A client that half-closes is not always answered.
+    return Attack(f"{method} {path[:60]}", Exchange([head(method, path, *headers)], half_close=rng.random() < 0.5))
 
 
 def _framing_attack(rng: random.Random) -> Attack:
@@ -206,7 +209,8 @@ def _admin_attack(rng: random.Random) -> Attack:
                       admin=True)
     path = rng.choice(ADMIN_POSTS)
     value = rng.choice((json.dumps(rng.choice(JUNK))[:2000].replace(" ", ""), "9" * 5000, "\xb2", "1", "-1", "a%00b"))
-    names = ("level", "mode", "tags", "master_status", "nnodes", "dp_size", "model_path", "reset_running_requests")
+    names = ("level", "mode", "tags", "master_status", "nnodes", "dp_size", "model_path", "reset_running_requests",
+             "path", "weight_version", "request_ids")
     query = f"?model=nobody&{rng.choice(names)}={value}".replace("\\", "%5c").replace('"', "%22")
     body = {name: rng.choice(JUNK) for name in rng.sample(names, 3)} | {"model": rng.choice(("nobody", 5, [],
                                                                                              "\ud800"))}

@@ -64,6 +64,8 @@ POSTS: tuple[tuple[str, Json], ...] = (
     ("/classify", {"model": "scorer", "input": "a", "activation": True}),
     ("/v1/score", {"model": "scorer", "text_1": "a", "text_2": ["b", "c"]}),
     ("/v1/rerank", {"model": "scorer", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+    ("/invocations", {"model": "tiny", "prompt": "Hello", "max_tokens": 4}),
+    ("/v2/embed", {"model": "embedder", "texts": ["a"], "input_type": "query", "embedding_types": ["float"]}),
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc", "load_inplace": False}),
     ("/v1/unload_lora_adapter", {"lora_name": "a"}),
 )  # fmt: skip
