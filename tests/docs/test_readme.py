@@ -37,7 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.model
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("run", "output"), examples("README.md"), ids=["curl", "openai", "offline"])
+@pytest.mark.parametrize(("run", "output"), [
+    pytest.param(*example, id=name, marks=pytest.mark.slow if name == "offline" else ())
+    for example, name in zip(examples("README.md"), ["curl", "openai", "offline"], strict=True)])
 def test_example_prints_what_is_shown(run: Block, output: Block, server: ServerProcess, tmp_path: Path) -> None:
     printed = execute(run, server.url, tmp_path)
     if output.language == "json":

@@ -116,7 +116,8 @@ def test_killed_while_loading(tiny_dir: Path, tmp_path: Path, who: str):
         check_end(server, named)
 
 
-@pytest.mark.parametrize("moment", ["loading", *(pytest.param(m, marks=pytest.mark.slow) for m in ("idle", "decode"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["loading", "idle", "decode"])
 def test_http_process_killed(tiny_dir: Path, tmp_path: Path, moment: str):
     with ServerProcess(tiny_dir, tmp_path, *TENSOR, ready=moment != "loading") as server:
         others = server.children_of_kind(ENGINE, 1) + server.children_of_kind(WORKER, 1)

@@ -108,6 +108,7 @@ async def test_a_beam_search_is_one_request(tiny_dir):
                 await master.resume()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_does_not_wait_for_a_paused_model(tiny_dir, tmp_path):
     """What it holds ends by an abort, and not by the time that running requests get."""
     with socket.socket() as probe:

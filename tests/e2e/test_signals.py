@@ -4,7 +4,6 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,15 +16,13 @@ pytestmark = pytest.mark.multiprocess
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 30000}
-FLAGS = {"loading": (), "drain": (), "timeout": ("--shutdown-timeout", "1"), "interrupt": ()}
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_dir: Path, tmp_path_factory) -> Iterator[dict[str, ServerProcess]]:
-    """One for each test, all starting at the same time."""
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(ServerProcess(tiny_dir, tmp_path_factory.mktemp(name), *flags, ready=False))
-               for name, flags in FLAGS.items()}
+@pytest.fixture
+def server(request: pytest.FixtureRequest, tiny_dir: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """One for each test, that has just been started."""
+    with ServerProcess(tiny_dir, tmp_path, *getattr(request, "param", ()), ready=False) as server:
+        yield server
 
 
 def wait_draining(client: httpx.Client) -> None:
@@ -34,15 +31,14 @@ def wait_draining(client: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
-def test_while_loading(servers):
-    server = servers["loading"]
+@pytest.mark.slow
+def test_while_loading(server):
     assert server.engine_pid
     assert server.stop() == 0
     server.assert_nothing_left()
 
 
-def test_requests_in_flight_finish(servers):
-    server = servers["drain"]
+def test_requests_in_flight_finish(server):
     server.wait_ready()
     with server.client() as client, ThreadPoolExecutor() as pool:
         whole = pool.submit(client.post, COMPLETIONS, json=LONG)
@@ -60,8 +56,8 @@ def test_requests_in_flight_finish(servers):
     server.assert_nothing_left()
 
 
-def test_requests_that_do_not_finish_are_ended(servers):
-    server = servers["timeout"]
+@pytest.mark.parametrize("server", [("--shutdown-timeout", "1")], indirect=True)
+def test_requests_that_do_not_finish_are_ended(server):
     server.wait_ready()
     with server.client() as client, ThreadPoolExecutor() as pool:
         whole = pool.submit(client.post, COMPLETIONS, json=ENDLESS)
@@ -78,8 +74,8 @@ def test_requests_that_do_not_finish_are_ended(servers):
     server.assert_nothing_left()
 
 
-def test_second_interrupt_is_immediate(servers):
-    server = servers["interrupt"]
+@pytest.mark.slow
+def test_second_interrupt_is_immediate(server):
     server.wait_ready()
     with server.client() as client, client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
         lines = response.iter_lines()

@@ -31,7 +31,8 @@ def worker() -> psutil.Process:
 
 
 @pytest.mark.parametrize(("name", "kind"), [
-    ("llama", "elastic"), ("qwen3_moe", "elastic"), pytest.param("llama", "fixed", marks=pytest.mark.slow),
+    ("llama", "elastic"), pytest.param("qwen3_moe", "elastic", marks=pytest.mark.slow),
+    pytest.param("llama", "fixed", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "elastic", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "fixed", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "fixed", marks=pytest.mark.slow)])

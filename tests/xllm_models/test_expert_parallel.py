@@ -116,6 +116,7 @@ def fails_on_rank_1(world: World) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_failing_rank_is_the_tests_error():
     with pytest.raises(AssertionError, match=r"rank 1 failed(.|\n)*a mistake of rank 1"):
