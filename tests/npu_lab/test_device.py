@@ -79,6 +79,7 @@ def test_events_measure_and_streams_wait(device: torch.device) -> None:
     assert x.eq(2).all()
 
 
+@pytest.mark.slow
 def test_configure_process_is_in_time_for_the_allocator() -> None:
     """Expandable segments are what the caching allocator maps physical pages into."""
     code = """

@@ -52,6 +52,7 @@ def test_without_cann_the_probe_says_so() -> None:
     assert "set_env.sh" in answer
 
 
+@pytest.mark.slow
 def test_without_cann_the_cpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_npu is installed and cannot be loaded: `auto` is the CPU, and no process falls over torch_npu."""
     for name in ("NPU_LAB", "LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
@@ -70,7 +71,7 @@ def test_auto_takes_the_npu() -> None:
     ("Ascend910B3", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu"),
     pytest.param("Ascend910_9382", ("bfloat16", "float16", "float32"), ("npu", "triton", "torch"), "npu",
                  marks=pytest.mark.slow),
-    ("Ascend310P3", ("float16", "float32"), ("torch",), "torch"),
+    pytest.param("Ascend310P3", ("float16", "float32"), ("torch",), "torch", marks=pytest.mark.slow),
 ])
 def test_what_a_chip_can_do(soc: str, dtypes: tuple[str, ...], attention: tuple[str, ...], kernels: str) -> None:
     code = """

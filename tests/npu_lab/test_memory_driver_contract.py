@@ -21,7 +21,7 @@ def plugin() -> Platform:
 @pytest.mark.parametrize("check", [
     contract.check_two_addresses_show_one_page, contract.check_dtypes, contract.check_a_page_moves_between_addresses,
     contract.check_new_pages, contract.check_no_memory_left, contract.check_a_page_is_shared,
-    contract.check_a_shared_page_outlives_its_exporter,
+    pytest.param(contract.check_a_shared_page_outlives_its_exporter, marks=pytest.mark.slow),
 ], ids=lambda check: check.__name__.removeprefix("check_"))
 def test_contract(plugin: Platform, check) -> None:
     check(plugin)

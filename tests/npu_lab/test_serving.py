@@ -60,7 +60,7 @@ def float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NpuAttention, "dtypes", frozenset())
 
 
-@pytest.fixture(params=["torch", "npu", "triton"])
+@pytest.fixture(params=[pytest.param("torch", marks=pytest.mark.slow), "npu", "triton"])
 def attention(request: pytest.FixtureRequest, float32: None) -> str:
     return request.param
 
@@ -114,8 +114,6 @@ def test_experts_on_two_devices(model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("attention", [
-    pytest.param("torch", marks=pytest.mark.slow), "npu", "triton"], indirect=True)
 def test_a_server_answers_a_client(model, attention: str, tmp_path: Path) -> None:
     directory, expected = model("llama")
     flags = ("--platform", "npu", "--attention-backend", attention, "--dtype", "float32")
