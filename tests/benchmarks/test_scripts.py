@@ -14,6 +14,7 @@ def run(*arguments: str, timeout: float = 200) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_host_step_ends_with_one_json_object():
     last = run("benchmarks/host_step.py", "--json", "--sizes", "4,8", "--steps", "20").splitlines()[-1]
     figures = json.loads(last)
@@ -47,6 +48,7 @@ def test_json_schema_suite_writes_its_table(tmp_path):
     assert "old" not in text
 
 
+@pytest.mark.slow
 def test_page_mapping_times_each_way():
     arguments = ("--platform", "cpu", "--layers", "2", "--rounds", "5", "--json")
     figures = json.loads(run("benchmarks/page_mapping.py", *arguments).splitlines()[-1])

@@ -13,6 +13,7 @@ from tests.support.hf_model import ARCHITECTURES, make_hf_model
 from tests.support.server import ServerProcess
 
 NEW_TOKENS = 24
+FEW = {"gpt2", "cohere2", "olmoe", "gpt_bigcode", "mimo_v2_flash", "vaultgemma"}  # one of each peculiarity
 OFF = {"enable_prefix_cache": False, "enable_chunked_prefill": False, "enable_schedule_overlap": False,
        "max_tokens_per_batch": 1024}
 ON = {"max_tokens_per_chunk_for_prefill": 24, "max_tokens_per_batch": 64, "max_model_len": 208,
@@ -41,7 +42,8 @@ def check(directory, cases, **settings):
     return loop
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", [
+    pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in ARCHITECTURES])
 def test_every_architecture(tmp_path, model_type):
     """Everything off; then chunks, prefix cache, overlap and a cache so small that sequences are preempted."""
     directory = make_hf_model(tmp_path / "m", model_type)

@@ -101,6 +101,7 @@ def test_toy_platform_model_and_policy_serve_together(outside, tmp_path):
         assert got == wanted
 
 
+@pytest.mark.slow
 def test_without_the_registry_lines_they_are_refused(tmp_path):
     directory = tmp_path / "model"
     make_tiny_model(directory)

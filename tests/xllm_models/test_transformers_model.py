@@ -63,7 +63,7 @@ def check(directory, tolerance, dtype=torch.float32, **options):
         assert error.max() < tolerance
 
 
-# Of the others tests/e2e/test_transformers_models.py compares the tokens.
+# The others are slow tests, as in tests/e2e/test_transformers_models.py, which compares tokens.
 @pytest.mark.parametrize("model_type", [
     pytest.param(name, marks=() if name in ("gpt2", "cohere2", "mimo_v2_flash", "vaultgemma") else pytest.mark.slow)
     for name in ARCHITECTURES])
