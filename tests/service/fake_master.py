@@ -133,6 +133,14 @@ def tiny_matchers() -> "MatcherFactory":
     return MatcherFactory(tokenizer.to_str(), tokenizer.get_vocab_size(), [tokenizer.token_to_id(EOS)])
 
 
+def accepts(grammar: str, text: str) -> bool:
+    """Whether the whole text matches."""
+    from tests.support.tiny_tokenizer import byte_tokenizer
+
+    matcher = tiny_matchers().matcher(grammar)
+    return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
+
+
 class FakeStream:
     def __init__(self, master: "FakeMaster", request: GenerationInput, outputs: AsyncIterator[RequestOutput]) -> None:
         self._master = master

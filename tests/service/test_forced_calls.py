@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.service.fake_master import says, tiny_matchers
-from tests.support.tiny_tokenizer import byte_tokenizer
+from tests.service.fake_master import accepts, says
 from xllm_npu.text.output_format import ModelHints, output_format
 
 URL = "/v1/chat/completions"
@@ -24,11 +23,6 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 @pytest.fixture(autouse=True)
 def formats(master):
     master.output_format = output_format("hermes", "qwen3", ModelHints())
-
-
-def accepts(grammar: str, text: str) -> bool:
-    matcher = tiny_matchers().matcher(grammar)
-    return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
 
 
 JSON_CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

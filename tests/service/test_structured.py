@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.service.fake_master import output, says, tiny_matchers
+from tests.service.fake_master import accepts, output, says
 from xllm_npu.state.output import GRAMMAR_TOO_COMPLEX, SequenceDelta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -14,14 +14,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 def body(path: str, **fields) -> dict:
     prompt = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
     return {"model": "tiny", **prompt, **fields}
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """Whether the whole text matches."""
-    matcher = tiny_matchers().matcher(grammar)
-    from tests.support.tiny_tokenizer import byte_tokenizer
-
-    return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
 
 
 ASKED = [

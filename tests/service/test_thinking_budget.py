@@ -3,9 +3,8 @@
 import pytest
 from msgspec import structs
 
-from tests.service.fake_master import INFO, says, tiny_matchers
+from tests.service.fake_master import INFO, accepts, says
 from tests.service.test_forced_calls import CALL, FORMAT, JSON, MESSAGES, NAMED, OTHER, TIME, URL, WEATHER
-from tests.support.tiny_tokenizer import byte_tokenizer
 from xllm_npu.state.sampling_params import InvalidParameter
 from xllm_npu.text.output_format import ModelHints, output_format
 
@@ -18,11 +17,6 @@ BAD_CALL = CALL.replace('{"city": "Paris"}', '{"town": 3}')
 @pytest.fixture(autouse=True)
 def formats(master):
     master.output_format = output_format("hermes", "qwen3", ModelHints())
-
-
-def accepts(grammar: str, text: str) -> bool:
-    matcher = tiny_matchers().matcher(grammar)
-    return matcher.consume_tokens(byte_tokenizer().encode(text).ids) and matcher.is_accepting()
 
 
 TOOLS = {"tools": [WEATHER, TIME]}

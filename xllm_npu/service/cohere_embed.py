@@ -24,6 +24,7 @@ from xllm_npu.service.pooling_request import (
     Vector,
     VectorsBody,
     check_dimensions,
+    check_embeds,
     embedding,
     named,
     pooling_call,
@@ -61,8 +62,7 @@ def cohere_embed_router(context: ApiContext) -> APIRouter:
     async def embed(request: Request) -> Response:
         """Cohere's embeddings of texts."""
         call, body = await pooling_call(context, request, CohereEmbedBody, "embd-")
-        if call.pooling.task != "embed":
-            raise InvalidParameter("model", "This model classifies: /classify, /score and /rerank are its routes.")
+        check_embeds(call.pooling)
         types = dict.fromkeys(body.embedding_types or ("float",))
         with renamed_faults(RENAMED):
             check_dimensions(body.output_dimension, call.pooling)

@@ -17,6 +17,7 @@ from xllm_npu.service.pooling_request import (
     PoolingUsage,
     Vector,
     check_dimensions,
+    check_embeds,
     embedding,
     pooling_call,
     probabilities,
@@ -60,8 +61,7 @@ def embeddings_router(context: ApiContext) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """OpenAI's embeddings."""
         call, body = await pooling_call(context, request, EmbeddingsBody, "embd-")
-        if call.pooling.task != "embed":
-            raise InvalidParameter("model", "This model classifies: /classify, /score and /rerank are its routes.")
+        check_embeds(call.pooling)
         check_dimensions(body.dimensions, call.pooling)
         vectors = [embedding(v, call.pooling, body.dimensions, body.normalize)
                    for v in await call.texts("input", body.input)]

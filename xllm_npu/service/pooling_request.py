@@ -229,6 +229,11 @@ def embedding(
     return vector.astype(np.float32, copy=False)
 
 
+def check_embeds(info: PoolingInfo) -> None:
+    if info.task != "embed":
+        raise InvalidParameter("model", "This model classifies: /classify, /score and /rerank are its routes.")
+
+
 def check_dimensions(dimensions: int | None, info: PoolingInfo) -> None:
     """Raises InvalidParameter where a shorter vector means nothing."""
     if dimensions is None or (dimensions == info.width and not info.dimensions):
