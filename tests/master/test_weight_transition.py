@@ -34,7 +34,7 @@ async def test_weights_are_checked_by_all_then_paused_replaced_and_resumed(setup
     assert await setup.model.update_weights("newer", "abort", "") == 2
 
 
-async def test_who_is_paused_stays_paused_with_the_new_setup.weights():
+async def test_who_is_paused_stays_paused_with_the_new_weights(setup):
     await setup.start()
     await setup.model.pause("keep")
     await setup.model.update_weights("new", "keep", "")
